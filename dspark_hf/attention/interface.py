@@ -1,0 +1,188 @@
+"""The "dspark" attention and mask functions, registered with Transformers.
+
+Outside a ragged forward both do what SDPA does, so a model left on "dspark" by an interrupted
+thread still computes the right thing. Registering the attention without the mask would make
+Transformers pass no mask at all, and the model would see the future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
+from dspark_kernels.ragged_attention.op import packed_attention
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.targets.cache import DSparkCache, DSparkLayer
+from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
+
+NAME = "dspark"
+_HARMLESS = frozenset(
+    {
+        "position_ids", "position_embeddings", "use_cache", "return_dict", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "output_router_logits", "is_causal",
+        "sliding_window", "softcap", "s_aux",
+    }
+)  # fmt: skip
+_cache: ContextVar[DSparkCache | None] = ContextVar("dspark_cache", default=None)
+
+
+@contextmanager
+def ragged_forward(cache: DSparkCache) -> Iterator[None]:
+    """Make attention calls in this context read and mask by the cache's current step."""
+    token = _cache.set(cache)
+    try:
+        yield
+    finally:
+        _cache.reset(token)
+
+
+def register() -> None:
+    """Register both functions with Transformers; repeating it changes nothing."""
+    AttentionInterface.register(NAME, dspark_attention)
+    AttentionMaskInterface.register(NAME, dspark_mask)
+
+
+def dspark_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Return no mask inside a ragged forward, SDPA's mask anywhere else."""
+    if _cache.get() is not None:
+        return None
+    return cast("torch.Tensor | None", sdpa_mask(*args, **kwargs))
+
+
+def dspark_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, Hq, N, D]
+    key: torch.Tensor,  # [1, Hkv, N, D]
+    value: torch.Tensor,  # [1, Hkv, N, Dv]
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend each row of the step to its own slot of the cache.
+
+    Args:
+        module: The model's attention module.
+        query: Queries of all rows' new tokens, of shape (1, Hq, N, D).
+        key: Their keys, already written to the cache.
+        value: Their values.
+        attention_mask: Must be None: the step decides what is seen.
+        dropout: Must be 0.
+        scaling: Factor on the dot products; None means D ** -0.5.
+        **kwargs: What the model passes on; anything with an unknown meaning is refused.
+
+    Returns:
+        tuple[torch.Tensor, None]: Output of shape (1, N, Hq, Dv); attention weights are not kept.
+
+    Raises:
+        UnsupportedByFlat: If the model asks for something this function does not do.
+    """
+    cache = _cache.get()
+    if cache is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    layer = cast(DSparkLayer, cache.layers[cache.current_layer])
+    _refuse_unknown(module, attention_mask, dropout, layer, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    groups = cache.step.groups
+    outs = []
+    for group in groups:
+        start = group.segments[0].start
+        end = group.segments[-1].start + group.segments[-1].count
+        part = query if len(groups) == 1 else query[:, :, start:end]
+        if group.is_prompt:
+            keys, values = key[:, :, start:end], value[:, :, start:end]
+            outs.append(_attend_prompt(part, keys, values, group, layer, scale, softcap, sinks))
+        else:
+            outs.append(_attend_rows(part, group, layer, scale, softcap, sinks))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
+
+
+def _attend_rows(
+    query: torch.Tensor,  # [1, Hq, N, D]
+    group: Group,
+    layer: DSparkLayer,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # [1, N, Hq, Dv]
+    keys, values = layer.view(group)
+    num_rows, num_heads = len(group.segments), query.shape[1]
+    gather = group.gather(query.device)
+    if gather is not None:
+        query = query.index_select(2, gather[0])
+    query = query.view(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
+    if query.shape[2] > MAX_PACKED_QUERIES and softcap is None and sinks is None:
+        visible = group.visible(layer.window, query.device)
+        mask = None if visible is None else visible[:, None]
+        out = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    else:
+        packed = group.packed_mask(
+            layer.window, num_heads // keys.shape[1], query.dtype, query.device
+        )
+        out = packed_attention(
+            query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks
+        )
+    out = out.reshape(1, -1, num_heads, out.shape[-1])
+    return out if gather is None else out.index_select(1, gather[1])
+
+
+def _attend_prompt(
+    query: torch.Tensor,  # [1, Hq, N, D]
+    key: torch.Tensor,  # [1, Hkv, N, D]
+    value: torch.Tensor,  # [1, Hkv, N, Dv]
+    group: Group,
+    layer: DSparkLayer,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:  # [1, N, Hq, Dv]
+    """Attend a prompt to itself, by the causal kernel where the model allows it."""
+    window = layer.window
+    if softcap is None and sinks is None and (window is None or query.shape[2] <= window):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    return _attend_rows(query, group, layer, scale, softcap, sinks)
+
+
+def _refuse_unknown(
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    layer: DSparkLayer,
+    kwargs: dict[str, Any],
+) -> None:
+    unknown = [name for name, value in kwargs.items() if value is not None]
+    unknown = [name for name in unknown if name not in _HARMLESS]
+    if unknown:
+        raise UnsupportedByFlat(
+            f"ragged attention does not know {unknown[0]!r}, which {type(module).__name__} passes."
+        )
+    if attention_mask is not None or dropout:
+        raise UnsupportedByFlat(
+            f"{type(module).__name__} builds its own mask or drops attention weights."
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise UnsupportedByFlat(f"{type(module).__name__} is not causal.")
+    window = kwargs.get("sliding_window")
+    if window is not None and window != layer.window:
+        raise UnsupportedByFlat(
+            f"{type(module).__name__} attends over a window of {window} tokens where its cache "
+            f"layer has {layer.window}."
+        )

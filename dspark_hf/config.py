@@ -1,0 +1,112 @@
+"""DSparkConfig: every setting of the wrapper, frozen and checked at construction."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dspark_hf.errors import ConfigError
+
+ACCEPTANCE = ("rejection", "coupled")
+SCHEDULES = ("auto", "fixed")
+EXACTNESS = ("plain", "recheck")
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """How drafts are made, verified and accepted.
+
+    Attributes:
+        acceptance: Rule for sampling: "rejection" (accept with min(1, p/q)) or "coupled" (noise
+            keyed by seed and position: same seed, same text for any drafter, batch or schedule).
+            Greedy decoding uses neither.
+        schedule: "auto" chooses each row's draft length from measured acceptance and step cost;
+            "fixed" always verifies `max_draft_tokens`.
+        max_draft_tokens: Most draft tokens a row verifies in one round, at least 1.
+        never_slower: With "auto", stop drafting where it does not pay and probe again later.
+        exactness: "plain" trusts the verify forward; "recheck" decides near-ties (margin below
+            `recheck_margin`) by a one-token forward, for 16-bit models.
+        recheck_margin: Gap between the two best logits under which "recheck" looks again, in
+            logit units.
+        seed: Key of the per-row random streams; None draws one from torch's global generator, so
+            `torch.manual_seed` makes a call reproducible.
+    """
+
+    acceptance: str = "rejection"
+    schedule: str = "auto"
+    max_draft_tokens: int = 8
+    never_slower: bool = True
+    exactness: str = "plain"
+    recheck_margin: float = 0.1
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be honoured, naming the parameter."""
+        _one_of("acceptance", self.acceptance, ACCEPTANCE)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("exactness", self.exactness, EXACTNESS)
+        if (
+            not isinstance(self.max_draft_tokens, int)
+            or isinstance(self.max_draft_tokens, bool)
+            or not 1 <= self.max_draft_tokens <= 64
+        ):
+            raise ConfigError(
+                f"max_draft_tokens must be an integer from 1 to 64; got {self.max_draft_tokens!r}. "
+                "To decode without drafting, pass drafter=None."
+            )
+        if not isinstance(self.never_slower, bool):
+            raise ConfigError(f"never_slower must be True or False; got {self.never_slower!r}.")
+        if not self.recheck_margin >= 0:
+            raise ConfigError(
+                f"recheck_margin must be a number of at least 0; got {self.recheck_margin!r}."
+            )
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer or None; got {self.seed!r}.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DSparkConfig:
+        """Build a configuration from a mapping; an unknown key is an error.
+
+        Args:
+            values: Field names and values.
+
+        Returns:
+            DSparkConfig: The checked configuration.
+
+        Raises:
+            ConfigError: If a key is unknown or a value is not allowed.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}; known settings are {known}.")
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> DSparkConfig:
+        """Read a configuration from a YAML file of field names and values.
+
+        Args:
+            path: The file; a missing one raises FileNotFoundError.
+
+        Returns:
+            DSparkConfig: The checked configuration.
+
+        Raises:
+            ConfigError: If the file does not hold a mapping, or as `from_dict`.
+        """
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} must hold a mapping of setting names to values; got {type(values).__name__}."
+            )
+        return cls.from_dict(values)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {list(allowed)}; got {value!r}.")

@@ -1,0 +1,34 @@
+"""The Drafter protocol: everything a drafter must do, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from dspark_hf.values import DraftRequest, Proposal
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses the next tokens of each row; the target decides which guesses stand.
+
+    A drafter may be wrong about everything and the text stays the target's. Two rules only:
+    `Proposal.probs` is exactly the distribution the tokens were drawn from (None when they were
+    not drawn at random), and `Proposal.signal` depends only on tokens before the proposal.
+    """
+
+    name: str
+    """Short name used in logs and statistics."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Propose up to `max_tokens` tokens for each row.
+
+        Args:
+            requests: One per row that wants a draft this round.
+
+        Returns:
+            list[Proposal]: One per request, in order; an empty proposal is always allowed.
+        """
+
+    def free(self, row_id: int) -> None:
+        """Forget a row that has finished; called once for every row, drafted or not."""

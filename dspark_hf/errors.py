@@ -1,0 +1,32 @@
+"""The exceptions callers see: one type per kind of remedy."""
+
+
+class DSparkError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(DSparkError, ValueError):
+    """A setting or argument is outside what is allowed; change the named parameter."""
+
+
+class InputError(DSparkError, ValueError):
+    """The prompt cannot be run as given; fix the input named in the message."""
+
+
+class CheckpointError(DSparkError, ValueError):
+    """A drafter does not fit the target or cannot be loaded; load another one."""
+
+
+class ShapeError(DSparkError, ValueError):
+    """Tensors passed together do not agree in shape."""
+
+
+class CapacityError(DSparkError, RuntimeError):
+    """The request needs more positions or memory than there are."""
+
+
+class UnsupportedByFlat(DSparkError, NotImplementedError):
+    """The ragged forward does not know something this model asks of attention.
+
+    Caught by the target selection, which then runs the model row by row.
+    """

@@ -1,0 +1,214 @@
+"""From generate()'s prepared tensors to rows, through the decoder, and back to its outputs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dspark_hf import compat
+from dspark_hf.config import DSparkConfig
+from dspark_hf.decode import Decoder
+from dspark_hf.eligibility import cached_tokens, left_padding
+from dspark_hf.metrics import SpeculationRecord
+from dspark_hf.processing import RowCriteria, RowProcessors
+from dspark_hf.rows import Row
+from dspark_hf.targets.base import CachedRow
+from dspark_hf.targets.select import position_limit
+from dspark_hf.verification.acceptance import AcceptanceRule, Coupled, Greedy, Rejection
+
+logger = logging.getLogger(__name__)
+_row_ids = itertools.count()
+"""Names rows for the process, so that a drafter may serve several models."""
+
+
+@dataclass
+class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
+    """Transformers' output with one `SpeculationRecord` per row.
+
+    `scores` and `logits` hold one tensor of shape (B, V) per step; a row's entries behind its own
+    end are zeros.
+    """
+
+    speculation: list[SpeculationRecord] | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A generate() call as Transformers prepared it."""
+
+    input_ids: torch.Tensor
+    processors: Sequence[Any]
+    criteria: Sequence[Any]
+    generation_config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @property
+    def cache(self) -> Cache | None:
+        """The cache Transformers prepared or the caller handed in."""
+        return compat.cache_of(self.model_kwargs)
+
+
+def make_rows(model: PreTrainedModel, call: Call, config: DSparkConfig) -> list[Row]:
+    """Turn a call's prompts into rows.
+
+    Args:
+        model: The target.
+        call: The call, found eligible.
+        config: Settings of the call.
+
+    Returns:
+        list[Row]: One per prompt, in order.
+    """
+    generation = call.generation_config
+    num_rows = call.input_ids.shape[0]
+    pads = left_padding(call.input_ids, call.model_kwargs.get("attention_mask"))
+    prompts = call.input_ids.tolist()
+    keys = _row_keys([p[pad:] for p, pad in zip(prompts, pads, strict=True)], config, generation)
+    limit, is_hard = position_limit(model)
+    wants = generation.return_dict_in_generate
+    rows = []
+    for i, (prompt, pad) in enumerate(zip(prompts, pads, strict=True)):
+        generator = torch.Generator().manual_seed(keys[i])
+        rows.append(
+            Row(
+                row_id=next(_row_ids),
+                ids=prompt[pad:],
+                pad=pad,
+                pad_ids=prompt[:pad],
+                rule=_rule(generation, config, generator, keys[i]),
+                processors=RowProcessors.of(call.processors, i, num_rows),
+                criteria=RowCriteria(call.criteria, pad),
+                generator=generator,
+                greedy=not generation.do_sample,
+                device=call.input_ids.device,
+                limit=limit if is_hard else None,
+                on_token=_streaming(call.streamer),
+                scores=[] if wants and generation.output_scores else None,
+                logits=[] if wants and generation.output_logits else None,
+            )
+        )
+    return rows
+
+
+def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Decoder) -> Any:
+    """Run rows to their ends and return what generate() returns.
+
+    Args:
+        model: The target.
+        call: The call.
+        rows: From `make_rows`.
+        decoder: What to decode with; its target is released here.
+
+    Returns:
+        Any: Token ids (B, length), or a `DSparkGenerateOutput` if the call asks for a dict.
+    """
+    wants_cache = call.generation_config.return_dict_in_generate or compat.is_user_cache(call.cache)
+    held = cached_tokens(call.cache)
+    try:
+        if held > 0:
+            decoder.target.adopt(rows[0].row_id, cast(Cache, call.cache), rows[0].ids[:held])
+        decoder.start(rows)
+        while active := [row for row in rows if not row.finished]:
+            decoder.round(active)
+            if not wants_cache:
+                for row in active:
+                    if row.finished:
+                        decoder.finish(row)
+        cache = _export(model, call, rows, decoder) if wants_cache else None
+    finally:
+        for row in rows:
+            decoder.finish(row)
+            row.record.path = decoder.target.path
+    if call.streamer is not None:
+        call.streamer.end()
+    return _output(call, rows, cache)
+
+
+def _rule(
+    generation: GenerationConfig, config: DSparkConfig, generator: torch.Generator, key: int
+) -> AcceptanceRule:
+    if not generation.do_sample:
+        return Greedy()
+    return Coupled(key) if config.acceptance == "coupled" else Rejection(generator)
+
+
+def _row_keys(
+    prompts: Sequence[Sequence[int]], config: DSparkConfig, generation: GenerationConfig
+) -> list[int]:
+    """Name each row's random stream by seed, prompt and how often the prompt came before.
+
+    So a row draws the same alone and in any batch, and equal prompts draw differently.
+    """
+    seed = config.seed
+    if seed is None:
+        seed = int(torch.randint(1 << 62, ())) if generation.do_sample else 0
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for prompt in prompts:
+        text = repr((seed, list(prompt))).encode()
+        digest = hashlib.blake2b(text + repr(seen[text]).encode(), digest_size=8).digest()
+        seen[text] += 1
+        keys.append(int.from_bytes(digest, "big") >> 1)
+    return keys
+
+
+def _streaming(streamer: Any) -> Any:
+    if streamer is None:
+        return None
+    return lambda token: streamer.put(torch.tensor([token]))
+
+
+def _export(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Decoder) -> Any:
+    """Leave the cache as plain decoding does: every token but the newest."""
+    cache = call.cache if call.cache is not None else compat.new_cache(model)
+    places = [CachedRow(row.row_id, len(row.ids) - 1, row.pad) for row in rows]
+    width = max(place.offset + place.length for place in places)
+    try:
+        return decoder.target.export(places, width, cache)
+    except NotImplementedError as error:
+        logger.warning("No cache is returned: %s", error)
+        return None
+
+
+def _output(call: Call, rows: Sequence[Row], cache: Cache | None) -> Any:
+    device, generation = call.input_ids.device, call.generation_config
+    num_steps = max(row.num_new_tokens for row in rows)
+    pad = generation._pad_token_tensor  # noqa: SLF001 - where generate() keeps the prepared value
+    fill = 0 if pad is None else int(pad)
+    new = torch.full((len(rows), num_steps), fill, dtype=torch.long, device=device)
+    for i, row in enumerate(rows):
+        new[i, : row.num_new_tokens] = torch.tensor(row.ids[row.num_prompt_tokens :], device=device)
+    sequences = torch.cat([call.input_ids, new], dim=-1)
+    if not generation.return_dict_in_generate:
+        return sequences
+    return DSparkGenerateOutput(
+        sequences=sequences,
+        scores=_per_step([row.scores for row in rows], num_steps),
+        logits=_per_step([row.logits for row in rows], num_steps),
+        speculation=[row.record for row in rows],
+        **{compat.OUTPUT_CACHE_NAME: cache},
+    )
+
+
+def _per_step(
+    by_row: Sequence[list[torch.Tensor] | None], num_steps: int
+) -> tuple[torch.Tensor, ...] | None:
+    lists = [entries for entries in by_row if entries is not None]
+    if not lists:
+        return None
+    blank = torch.zeros_like(lists[0][0])
+    return tuple(
+        torch.stack([entries[t] if t < len(entries) else blank for entries in lists])
+        for t in range(num_steps)
+    )

@@ -1,0 +1,159 @@
+"""DSparkHandle: what `model.dspark` is, the state a wrapped model carries."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from dspark_hf import compat
+from dspark_hf.config import DSparkConfig
+from dspark_hf.decode import Decoder
+from dspark_hf.drafting.base import Drafter
+from dspark_hf.metrics import LifetimeMetrics
+from dspark_hf.targets.select import Choice, choose_target
+from dspark_hf.values import Feed
+from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.schedule import CostAwareSchedule, FixedSchedule, Schedule
+
+logger = logging.getLogger(__name__)
+
+MIN_POSITIONS, MAX_POSITIONS = 128, 4096
+"""Bounds of the first cache allocation per row, in tokens; longer rows grow it."""
+
+
+@dataclass
+class _Learned:
+    """What was measured for one drafter: step costs and acceptance."""
+
+    schedule: Schedule
+    config: DSparkConfig
+
+
+@dataclass
+class DSparkHandle:
+    """A wrapped model's settings, drafter, measurements and statistics.
+
+    Attributes:
+        model: The wrapped model.
+        config: Settings of every call that does not bring its own.
+        drafter: Who drafts; None decodes plainly.
+        metrics: Sums over the model's life.
+        costs: Measured costs of the target's forwards.
+    """
+
+    model: PreTrainedModel
+    config: DSparkConfig
+    drafter: Drafter | None
+    metrics: LifetimeMetrics = field(default_factory=LifetimeMetrics)
+    costs: StepCosts = field(default_factory=StepCosts)
+    lock: Any = field(default_factory=threading.RLock, repr=False)
+    _choices: dict[Any, Choice] = field(default_factory=dict)
+    _schedules: dict[Any, CostAwareSchedule] = field(default_factory=dict)
+    assistants: dict[int, Drafter] = field(default_factory=dict, repr=False)
+    _warned: set[str] = field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the lock and what was measured: another process measures for itself."""
+        state = dict(vars(self))
+        state.update(lock=None, costs=StepCosts(), _schedules={}, assistants={})
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore with a lock of its own."""
+        vars(self).update(state)
+        self.lock = threading.RLock()
+
+    def target_choice(self) -> Choice:
+        """Return which target the model gets, checking it the first time."""
+        key = (self.model.dtype, compat.attention_name(self.model))
+        if key not in self._choices:
+            choice = choose_target(self.model)
+            self._choices[key] = choice
+            if choice.path != "flat":
+                logger.warning(
+                    "%s runs on the %s: %s.",
+                    type(self.model).__name__,
+                    "rowwise target" if choice.path else "model's own loop",
+                    choice.reason,
+                )
+        return self._choices[key]
+
+    def decoder(
+        self, drafter: Drafter | None, config: DSparkConfig, num_positions: int, **options: Any
+    ) -> Decoder:
+        """Assemble a decoder for one call.
+
+        Args:
+            drafter: Who drafts.
+            config: Settings of the call.
+            num_positions: Tokens its longest row may reach.
+            **options: `prefill_tokens` and `is_greedy` of the call.
+
+        Returns:
+            Decoder: With an empty target.
+        """
+        size = min(max(num_positions + config.max_draft_tokens, MIN_POSITIONS), MAX_POSITIONS)
+        recheck = config.exactness == "recheck" and self.model.dtype != torch.float32
+        return Decoder(
+            target=self.target_choice().build(self.model, size),
+            drafter=drafter,
+            schedule=self._schedule(drafter, config),
+            vocab_size=int(compat.text_config(self.model).vocab_size),
+            recheck_margin=config.recheck_margin if recheck else None,
+            prefill_tokens=options.get("prefill_tokens"),
+        )
+
+    def _schedule(self, drafter: Drafter | None, config: DSparkConfig) -> Schedule:
+        if config.schedule == "fixed" or drafter is None:
+            return FixedSchedule(config.max_draft_tokens)
+        key = (drafter.name, id(drafter), config.max_draft_tokens, config.never_slower)
+        if key not in self._schedules:
+            self._schedules[key] = CostAwareSchedule(
+                config.max_draft_tokens, self.costs, may_pause=config.never_slower
+            )
+        return self._schedules[key]
+
+    def warn_once(self, message: str) -> None:
+        """Log a line the first time it is said about this model."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    @torch.no_grad()
+    def profile(
+        self, widths: Sequence[int] = (1, 2, 4, 8, 16), context: int = 256, repeats: int = 5
+    ) -> dict[int, float]:
+        """Measure what a forward over several tokens of one row costs, and remember it.
+
+        Args:
+            widths: Numbers of new tokens.
+            context: Cached tokens before them.
+            repeats: Forwards per width; the median counts.
+
+        Returns:
+            dict[int, float]: Seconds by width.
+        """
+        with self.lock:
+            target = self.target_choice().build(self.model, context + max(widths))
+            target.forward([Feed(0, [1] * context, 1)])
+            seconds: dict[int, list[float]] = {width: [] for width in widths}
+            for _ in range(repeats):
+                for width in widths:
+                    begin = perf_counter()
+                    logits = target.forward([Feed(0, [1] * width, width)])[0]
+                    logits.argmax(dim=-1).tolist()
+                    seconds[width].append(perf_counter() - begin)
+                    self.costs.observe(width, context, seconds[width][-1])
+                    target.rollback(0, context)
+        return {width: sorted(times)[len(times) // 2] for width, times in seconds.items()}
+
+    def with_config(self, **changes: Any) -> DSparkConfig:
+        """Return this handle's settings with some changed."""
+        return replace(self.config, **changes)

@@ -1,0 +1,69 @@
+"""The Target protocol: a model that can be asked about several tokens of several rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers.cache_utils import Cache
+
+from dspark_hf.values import Feed
+
+
+@dataclass(frozen=True)
+class CachedRow:
+    """A row's place in an exported cache: `length` tokens from position `offset`."""
+
+    row_id: int
+    length: int
+    offset: int
+
+
+class Target(Protocol):
+    """Runs a model over rows of any length; rows join at their first feed and leave by `free`."""
+
+    path: str
+    """Name in statistics: "flat" or "rowwise"."""
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Append tokens to rows and return their logits.
+
+        Args:
+            feeds: At most one per row, each with at least one token.
+
+        Returns:
+            list[torch.Tensor]: Per feed, float32 logits of shape (keep, V) of its last tokens.
+        """
+
+    def length(self, row_id: int) -> int:
+        """Return the tokens the row has cached; 0 for an unknown row."""
+
+    def rollback(self, row_id: int, length: int) -> None:
+        """Drop a row's cached tokens beyond `length`; tokens of its latest feed can go, or those
+        since `hold`."""
+
+    def hold(self, row_id: int) -> None:
+        """Allow the next rollback to reach back to here, over any number of feeds."""
+
+    def free(self, row_id: int) -> None:
+        """Release everything held for a row."""
+
+    def adopt(self, row_id: int, cache: Cache, ids: Sequence[int]) -> None:
+        """Start a row from a batch-1 cache that already holds `ids`."""
+
+    def export(self, rows: Sequence[CachedRow], width: int, cache: Cache) -> Cache:
+        """Write rows' cached tokens into a Transformers cache, as plain decoding leaves it.
+
+        Args:
+            rows: One per batch entry.
+            width: Positions of the result.
+            cache: Empty, or the batch-1 cache the row adopted, which gets what was added.
+
+        Returns:
+            Cache: The filled cache; positions outside a row's span hold zeros.
+
+        Raises:
+            NotImplementedError: If the rows' caches cannot be put side by side.
+        """

@@ -1,0 +1,222 @@
+"""DSparkCache: preallocated keys and values, one slot per row, a length per row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from dspark_hf.targets.step import Group, Segment, Step, plan_step
+
+GROWTH = 1.5
+"""Factor by which positions grow when a row outgrows them; copies stay linear in the length."""
+POSITION_MULTIPLE = 64
+"""Positions are allocated in multiples of this."""
+FEW_SEGMENTS = 4
+"""Up to this many rows, one slice copy per row is quicker than an indexed write."""
+
+
+class DSparkLayer(CacheLayerMixin):
+    """Keys and values of one layer, of shape (slots, Hkv, positions, D)."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, cache: DSparkCache, window: int | None) -> None:
+        """Create an empty layer.
+
+        Args:
+            cache: The cache it belongs to, which knows the current step.
+            window: Sliding window in tokens, or None for full attention. All positions are kept
+                either way, so that rollback is a length; the window is applied when attending.
+        """
+        super().__init__()
+        self.cache = cache
+        self.window = window
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the cache's slots and positions, like the first tokens' shapes."""
+        slots, positions = self.cache.num_slots, self.cache.num_positions
+        # Zeros, not whatever memory holds: a masked NaN is still a NaN, and rows attended together
+        # read one another's unused positions under the mask.
+        self.keys = key_states.new_zeros(
+            slots, key_states.shape[1], positions, key_states.shape[-1]
+        )
+        self.values = value_states.new_zeros(
+            slots, value_states.shape[1], positions, value_states.shape[-1]
+        )
+        self.is_initialized = True
+
+    def grow(self) -> None:
+        """Reallocate for the cache's slots and positions, keeping what is held."""
+        if not self.is_initialized:
+            return
+        old_keys, old_values = self.keys, self.values
+        self.lazy_initialization(old_keys, old_values)
+        slots, _, positions, _ = old_keys.shape
+        self.keys[:slots, :, :positions] = old_keys
+        self.values[:slots, :, :positions] = old_values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the step's keys and values, of shape (1, Hkv, N, D), to their slots."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.cache.step
+        if len(step.segments) <= FEW_SEGMENTS:
+            for seg in step.segments:
+                span = slice(seg.start, seg.start + seg.count)
+                self.keys[seg.slot, :, seg.past : seg.end] = key_states[0, :, span]
+                self.values[seg.slot, :, seg.past : seg.end] = value_states[0, :, span]
+        else:
+            slots, positions = step.scatter_indices(key_states.device)
+            self.keys[slots, :, positions] = key_states[0].transpose(0, 1)
+            self.values[slots, :, positions] = value_states[0].transpose(0, 1)
+        return key_states, value_states
+
+    def view(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values a group of rows attends to, without copying."""
+        first_slot, last_slot = group.segments[0].slot, group.segments[-1].slot
+        first, end = group.key_range(self.window)
+        keys = self.keys[first_slot : last_slot + 1, :, first:end]
+        return keys, self.values[first_slot : last_slot + 1, :, first:end]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy a row's tokens to another slot."""
+        if self.is_initialized:
+            self.keys[target, :, :length] = self.keys[source, :, :length]
+            self.values[target, :, :length] = self.values[source, :, :length]
+
+    def get_seq_length(self) -> int:
+        """Return the longest row's cached tokens."""
+        return self.cache.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return sizes for a mask nobody builds: the step decides what is seen."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the layer grows."""
+        return -1
+
+
+class DSparkCache(Cache):
+    """Rows' keys and values in slots 0..rows-1.
+
+    A row is a slot and a length. Writing appends at the length; rolling back lowers it and moves
+    nothing; a leaving row's slot is refilled from the last one, so that slots stay neighbours and
+    rows can be attended together as a view.
+    """
+
+    def __init__(self, windows: list[int | None], num_positions: int) -> None:
+        """Create an empty cache.
+
+        Args:
+            windows: Each layer's sliding window in tokens, or None.
+            num_positions: Tokens expected per row; more is allocated when needed.
+        """
+        self.num_slots = 0
+        self.num_positions = _round_up(num_positions)
+        self.lengths: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+        self.step: Step = plan_step([])
+        self.current_layer = 0
+        super().__init__(layers=[DSparkLayer(self, window) for window in windows])
+
+    def open_step(self, counts: list[tuple[int, int]]) -> list[int]:
+        """Plan a forward that appends tokens to rows, making room for them.
+
+        Args:
+            counts: Row id and number of new tokens, one entry per row.
+
+        Returns:
+            list[int]: Positions in `counts` in the order the tokens must be fed.
+        """
+        for row_id, _ in counts:
+            if row_id not in self.slots:
+                self.slots[row_id] = len(self.slots)
+                self.lengths[row_id] = 0
+        self._reserve(max(self.lengths[row_id] + count for row_id, count in counts))
+        order = sorted(range(len(counts)), key=lambda i: self.slots[counts[i][0]])
+        segments, start = [], 0
+        for i in order:
+            row_id, count = counts[i]
+            segments.append(Segment(self.slots[row_id], self.lengths[row_id], start, count))
+            start += count
+        self.step = plan_step(segments)
+        return order
+
+    def close_step(self, counts: list[tuple[int, int]]) -> None:
+        """Count the appended tokens as cached, once the forward has succeeded."""
+        for row_id, count in counts:
+            self.lengths[row_id] += count
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one layer's new keys and values and remember which layer it was."""
+        self.current_layer = layer_idx
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def rollback(self, row_id: int, length: int) -> None:
+        """Set a row's length; what lies beyond is overwritten by the next tokens."""
+        self.lengths[row_id] = min(self.lengths[row_id], length)
+
+    def free(self, row_id: int) -> None:
+        """Release a row's slot, moving the last slot's row into it."""
+        slot = self.slots.pop(row_id, None)
+        if slot is None:
+            return
+        del self.lengths[row_id]
+        last = len(self.slots)
+        if slot != last:
+            moved = next(row for row, place in self.slots.items() if place == last)
+            for layer in self.layers:
+                layer.move(last, slot, self.lengths[moved])
+            self.slots[moved] = slot
+
+    def put(self, row_id: int, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a row's oldest tokens of one layer, of shape (1, Hkv, length, D)."""
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        slot, length = self.slots[row_id], self.lengths[row_id]
+        first = length - keys.shape[2]
+        layer.keys[slot, :, :first] = 0
+        layer.values[slot, :, :first] = 0
+        layer.keys[slot, :, first:length] = keys[0]
+        layer.values[slot, :, first:length] = values[0]
+
+    def open_row(self, row_id: int, length: int) -> None:
+        """Make room for a row whose tokens will be written by `put`."""
+        self.slots[row_id] = len(self.slots)
+        self.lengths[row_id] = length
+        self._reserve(length)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - Transformers' signature
+        """Return the longest row's cached tokens."""
+        return max(self.lengths.values(), default=0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - as above
+        """Return 0: positions come from position_ids."""
+        return 0
+
+    def _reserve(self, positions: int) -> None:
+        if positions <= self.num_positions and len(self.slots) <= self.num_slots:
+            return
+        if positions > self.num_positions:
+            self.num_positions = _round_up(max(positions, int(self.num_positions * GROWTH)))
+        self.num_slots = max(len(self.slots), self.num_slots)
+        for layer in self.layers:
+            layer.grow()
+
+
+def _round_up(positions: int) -> int:
+    return -(-max(positions, 1) // POSITION_MULTIPLE) * POSITION_MULTIPLE

@@ -1,0 +1,135 @@
+"""FlatTarget: the new tokens of all rows as one sequence, so that linear layers cost their number.
+
+Source: DSpark, arXiv:2607.05147, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from dspark_hf import compat
+from dspark_hf.attention import interface
+from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.targets.base import CachedRow
+from dspark_hf.targets.cache import DSparkCache
+from dspark_hf.values import Feed
+
+
+class FlatTarget:
+    """Runs every row's new tokens in one ragged forward over a DSparkCache."""
+
+    path = "flat"
+
+    def __init__(self, model: PreTrainedModel, num_positions: int = 256) -> None:
+        """Prepare an empty target.
+
+        Args:
+            model: A decoder whose attention goes through Transformers' registry and whose layers
+                are full or sliding attention.
+            num_positions: Tokens expected per row, a hint for the first allocation.
+
+        Raises:
+            UnsupportedByFlat: If the model is not of that kind.
+        """
+        windows = compat.sliding_windows(model)
+        if windows is None:
+            raise UnsupportedByFlat(
+                f"{type(model).__name__} has layers other than full and sliding attention."
+            )
+        if not compat.can_switch_attention(model) or not compat.accepts(model, "position_ids"):
+            raise UnsupportedByFlat(
+                f"{type(model).__name__} computes attention or positions in its own way."
+            )
+        interface.register()
+        self.model = model
+        self.cache = DSparkCache(windows, num_positions)
+        self._adopted: dict[int, int] = {}
+        self._cache_key = compat.cache_key(model)
+        self._configs = compat.attention_configs(model)
+        self._keeps_logits = compat.supports_logits_to_keep(model)
+
+    def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+        """Append tokens to rows and return their logits, as the Target protocol says."""
+        counts = [(feed.row_id, len(feed.ids)) for feed in feeds]
+        order = self.cache.open_step(counts)
+        ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        for i in order:
+            feed, past = feeds[i], self.cache.lengths[feeds[i].row_id]
+            ids.extend(feed.ids)
+            positions.extend(range(past, past + len(feed.ids)))
+            wanted.extend(range(len(ids) - feed.keep, len(ids)))
+        logits = self._run(ids, positions, wanted)
+        self.cache.close_step(counts)
+        keeps = [feeds[i].keep for i in order]
+        parts = logits.split(keeps)
+        result: list[torch.Tensor] = [parts[0]] * len(feeds)
+        for i, part in zip(order, parts, strict=True):
+            result[i] = part
+        return result
+
+    def _run(self, ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor:
+        device = self.model.get_input_embeddings().weight.device
+        device = torch.device("cpu") if device.type == "meta" else device
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([ids], device=device),
+            "position_ids": torch.tensor([positions], device=device),
+            self._cache_key: self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        keep_all = len(wanted) == len(ids)
+        if self._keeps_logits and not keep_all:
+            inputs["logits_to_keep"] = torch.tensor(wanted, device=device)
+        with (
+            compat.attention_set_to(self._configs, interface.NAME),
+            interface.ragged_forward(self.cache),
+        ):
+            logits = cast(torch.Tensor, self.model(**inputs).logits)[0]
+        if not keep_all and not self._keeps_logits:
+            logits = logits[torch.tensor(wanted, device=logits.device)]
+        return logits.float()
+
+    def length(self, row_id: int) -> int:
+        """Return the tokens the row has cached."""
+        return self.cache.lengths.get(row_id, 0)
+
+    def rollback(self, row_id: int, length: int) -> None:
+        """Lower a row's length."""
+        self.cache.rollback(row_id, length)
+
+    def hold(self, row_id: int) -> None:
+        """Do nothing: any rollback is possible at any time."""
+
+    def free(self, row_id: int) -> None:
+        """Release a row's slot."""
+        self.cache.free(row_id)
+        self._adopted.pop(row_id, None)
+
+    def adopt(self, row_id: int, cache: Cache, ids: Sequence[int]) -> None:
+        """Copy a batch-1 cache into a slot; it gets the row's new tokens back on export."""
+        self.cache.open_row(row_id, len(ids))
+        self._adopted[row_id] = len(ids)
+        for layer_idx, layer in enumerate(cache.layers):
+            self.cache.put(row_id, layer_idx, layer.keys, layer.values)
+
+    def export(self, rows: Sequence[CachedRow], width: int, cache: Cache) -> Cache:
+        """Write rows' tokens into a Transformers cache, as the Target protocol says."""
+        first = self._adopted.get(rows[0].row_id, 0) if len(rows) == 1 else 0
+        for layer_idx, layer in enumerate(self.cache.layers):
+            num_heads = layer.keys.shape[1]
+            keys = layer.keys.new_zeros(len(rows), num_heads, width, layer.keys.shape[3])
+            values = layer.values.new_zeros(len(rows), num_heads, width, layer.values.shape[3])
+            for i, row in enumerate(rows):
+                slot, span = self.cache.slots[row.row_id], slice(row.offset, row.offset + row.length)
+                keys[i, :, span] = layer.keys[slot, :, : row.length]
+                values[i, :, span] = layer.values[slot, :, : row.length]
+            if width > first:
+                cache.update(keys[:, :, first:], values[:, :, first:], layer_idx)
+        return cache

@@ -1,0 +1,154 @@
+"""Which target a model gets: the quickest one that computes what the plain forward computes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from dspark_hf import compat
+from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.targets.base import Target
+from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.rowwise import RowwiseTarget
+from dspark_hf.values import Feed
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR_FLOAT32 = 1e-3
+"""Relative RMS of the logits in float32; rounding gives about 1e-6, a wrong mask about 1."""
+MAX_ERROR_HALF = 0.1
+"""The same in 16 bits, where rounding of another kernel shape gives about 1e-2."""
+CHECK_LENGTHS = (12, 7)
+"""Prompt lengths of the self-check: unequal, so that a row seeing its neighbour is noticed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The target a model gets and why.
+
+    Attributes:
+        path: "flat", "rowwise", or None when neither is exact.
+        reason: Why not the quicker one, for the log and `doctor`; empty when flat.
+    """
+
+    path: str | None
+    reason: str = ""
+
+    def build(self, model: PreTrainedModel, num_positions: int) -> Target:
+        """Make an empty target of the chosen kind.
+
+        Args:
+            model: The model the choice was made for.
+            num_positions: Tokens expected per row.
+
+        Returns:
+            Target: The target.
+
+        Raises:
+            NotImplementedError: If no kind is exact for the model.
+        """
+        if self.path == "flat":
+            return FlatTarget(model, num_positions)
+        if self.path == "rowwise":
+            return RowwiseTarget(model)
+        raise NotImplementedError(
+            f"{type(model).__name__} cannot verify drafts exactly: {self.reason}."
+        )
+
+
+@torch.no_grad()
+def choose_target(model: PreTrainedModel) -> Choice:
+    """Try the targets on a short ragged prompt and compare with the plain forward.
+
+    Args:
+        model: Any decoder; its mode (train or eval) is kept.
+
+    Returns:
+        Choice: The first of flat and rowwise that agrees.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        try:
+            reason = _disagreement(FlatTarget(model, 32), model)
+        except UnsupportedByFlat as error:
+            reason = str(error)
+        if not reason:
+            return Choice("flat")
+        try:
+            problem = _disagreement(RowwiseTarget(model), model)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if not problem:
+            return Choice("rowwise", reason.rstrip("."))
+        return Choice(None, f"{reason.rstrip('.')}; row by row, {problem}")
+    finally:
+        model.train(was_training)
+
+
+def _disagreement(target: Target, model: PreTrainedModel) -> str:
+    """Return where a target differs from the plain forward; empty when nowhere.
+
+    The feeds are those of decoding: two ragged prompts, unequal blocks, a rollback, more tokens.
+    """
+    vocabulary = min(compat.text_config(model).vocab_size, 1000)
+    tokens = [
+        [(3 + 7 * i + 5 * row) % vocabulary for i in range(length + 6)]
+        for row, length in enumerate(CHECK_LENGTHS)
+    ]
+    plain = [_plain_logits(model, ids) for ids in tokens]
+    first, second = CHECK_LENGTHS
+    stages = [
+        ("prompts", {0: (0, first), 1: (0, second)}),
+        ("blocks", {0: (first, first + 3), 1: (second, second + 1)}),
+        ("blocks after a rollback", {0: (first + 1, first + 5), 1: (second + 1, second + 4)}),
+        ("single tokens", {0: (first + 5, first + 6), 1: (second + 4, second + 5)}),
+    ]
+    for name, spans in stages:
+        feeds = []
+        for row, (start, end) in spans.items():
+            if target.length(row) > start:
+                target.rollback(row, start)
+            feeds.append(Feed(row, tokens[row][start:end], end - start))
+        for feed, logits in zip(feeds, target.forward(feeds), strict=True):
+            start, end = spans[feed.row_id]
+            error = _relative_error(logits, plain[feed.row_id][start:end])
+            limit = MAX_ERROR_FLOAT32 if model.dtype == torch.float32 else MAX_ERROR_HALF
+            if not error <= limit:
+                return f"{target.path} logits of {name} differ by {error:.2g} (limit {limit:g})"
+    return ""
+
+
+def _plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    device = model.get_input_embeddings().weight.device
+    device = torch.device("cpu") if device.type == "meta" else device
+    return model(torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+
+
+def _relative_error(ours: torch.Tensor, plain: torch.Tensor) -> float:
+    """Return the median over tokens of the relative RMS error.
+
+    The median, as a mixture of experts may route a token on a tie differently in 16 bits.
+    """
+    error = (ours - plain).pow(2).mean(-1).sqrt() / plain.pow(2).mean(-1).sqrt().clamp_min(1e-6)
+    return float(error.median())
+
+
+def position_limit(model: PreTrainedModel) -> tuple[int | None, bool]:
+    """Return how many positions a model has and whether more of them fail.
+
+    Returns:
+        tuple[int | None, bool]: The configured number of positions, None when it has no limit;
+        and True when positions are rows of a learned table, so that one more is an error.
+    """
+    limit = getattr(compat.text_config(model), "max_position_embeddings", None)
+    tables = {"wpe", "embed_positions", "position_embedding", "position_embeddings"}
+    is_table = any(
+        name.rpartition(".")[2] in tables and isinstance(module, nn.Embedding)
+        for name, module in model.named_modules()
+    )
+    return limit if isinstance(limit, int) and limit > 0 else None, is_table

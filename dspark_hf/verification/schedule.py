@@ -1,0 +1,272 @@
+"""Schedules: how many draft tokens each row asks for and verifies.
+
+A schedule may look at tokens before a proposal, at its `signal`, and at what past rounds cost and
+accepted; never at the drafted tokens themselves, or sampling would no longer be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dspark_hf.verification.costs import StepCosts
+
+PRIOR_ROUNDS = 4.0
+"""Weight of the prior, in rounds: a handful of observations outvotes it."""
+PRIOR_FIRST = {0: 0.6, 1: 0.15, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.75, 7: 0.85}
+"""Expected acceptance of a proposal's first token by signal, before anything is observed."""
+PRIOR_NEXT = 0.75
+"""Expected acceptance of each further token, given the one before."""
+FORGETTING = 0.99
+"""Factor on older observations per round, so that estimates follow the text."""
+MIN_GAIN = 1.03
+"""Drafting must promise this many times plain decoding's speed: estimates are noisy."""
+FIRST_PAUSE, LONGEST_PAUSE = 16, 256
+"""Rounds without drafting before a probe; doubled by each probe that does not pay."""
+PROBE_TOKENS = 4
+"""Draft tokens a probe verifies at most."""
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a schedule knows of a row: its name, cached tokens, and the most it may verify."""
+
+    row_id: int
+    context: int
+    room: int
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What became of a row's draft: verified tokens, accepted ones, and the proposal's signal."""
+
+    row_id: int
+    signal: int
+    verified: int
+    accepted: int
+
+
+class Schedule(Protocol):
+    """Chooses draft lengths before drafting (`ask`) and before verifying (`cut`)."""
+
+    def ask(self, rows: Sequence[RowState]) -> list[int]:
+        """Return how many tokens each row should draft, at most its room; 0 for none."""
+
+    def cut(
+        self, rows: Sequence[RowState], drafted: Sequence[int], signals: Sequence[int]
+    ) -> list[int]:
+        """Return how many of each row's drafted tokens to verify."""
+
+    def observe(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+    ) -> None:
+        """Learn from a finished round: outcomes, tokens fed, cached tokens, seconds."""
+
+    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+        """Learn what drafting cost: the longest draft of the round, seconds."""
+
+    def free(self, row_id: int) -> None:
+        """Forget a row."""
+
+
+class FixedSchedule:
+    """Verifies the same number of tokens every round."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """Set the length, in tokens."""
+        self.num_tokens = num_tokens
+
+    def ask(self, rows: Sequence[RowState]) -> list[int]:
+        """Ask for the fixed length where there is room."""
+        return [min(self.num_tokens, row.room) for row in rows]
+
+    def cut(
+        self,
+        rows: Sequence[RowState],  # noqa: ARG002 - the protocol's signature
+        drafted: Sequence[int],
+        signals: Sequence[int],  # noqa: ARG002 - as above
+    ) -> list[int]:
+        """Verify everything that was drafted."""
+        return list(drafted)
+
+    def observe(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+    ) -> None:
+        """Learn nothing."""
+
+    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+        """Learn nothing."""
+
+    def free(self, row_id: int) -> None:
+        """Keep nothing per row."""
+
+
+@dataclass
+class _Acceptance:
+    """Decayed counts of first and further draft tokens tested and accepted."""
+
+    first_tested: float = 0.0
+    first_accepted: float = 0.0
+    next_tested: float = 0.0
+    next_accepted: float = 0.0
+
+    def add(self, verified: int, accepted: int) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) * FORGETTING)
+        self.first_tested += 1
+        self.first_accepted += accepted > 0
+        self.next_tested += min(accepted, verified - 1)
+        self.next_accepted += max(accepted - 1, 0)
+
+
+class CostAwareSchedule:
+    """Verifies what pays: expected tokens per second by measured acceptance and step cost.
+
+    Source: the paper's Algorithm 1 (arXiv:2607.05147) with survival estimated from past rounds
+    instead of a confidence head, and the best prefix of the ranking taken over all lengths.
+    """
+
+    def __init__(self, max_tokens: int, costs: StepCosts, *, may_pause: bool = True) -> None:
+        """Start from priors.
+
+        Args:
+            max_tokens: Most draft tokens per row and round.
+            costs: Measured step costs, shared by calls of one model.
+            may_pause: Whether to stop drafting where it does not pay.
+        """
+        self.max_tokens = max_tokens
+        self.costs = costs
+        self.may_pause = may_pause
+        self._by_signal: dict[int, _Acceptance] = {}
+        self._by_row: dict[int, _Acceptance] = {}
+        self._draft_s: dict[int, float] = {}
+        self._idle_rounds = 0
+        self._pause = FIRST_PAUSE
+        self._probing = False
+
+    def ask(self, rows: Sequence[RowState]) -> list[int]:
+        """Ask for the common length that promises most, drafting cost included."""
+        room = [min(self.max_tokens, row.room) for row in rows]
+        if not self._draft_s:
+            return room
+        best, best_rate = 0, self._rate(rows, [0] * len(rows), [0] * len(rows), 0.0) * MIN_GAIN
+        for length in range(1, max(room, default=0) + 1):
+            lengths = [min(length, most) for most in room]
+            rate = self._rate(rows, lengths, [self._usual_signal()] * len(rows), self._cost(length))
+            if rate > best_rate:
+                best, best_rate = length, rate
+        if best == 0 and (not self.may_pause or self._probe_is_due()):
+            best = PROBE_TOKENS if self.may_pause else 1
+        if best == 0:
+            self._idle_rounds += 1
+        if best > 0 and self._cost(best) < 0.05 * self.costs.predict(len(rows), _context(rows)):
+            return room
+        return [min(best, most) for most in room]
+
+    def cut(
+        self, rows: Sequence[RowState], drafted: Sequence[int], signals: Sequence[int]
+    ) -> list[int]:
+        """Verify the ranked tokens up to the count that promises most."""
+        context, num_rows = _context(rows), len(rows)
+        ranked = sorted(
+            (
+                (survival, i)
+                for i, row in enumerate(rows)
+                for survival in self._survival(row.row_id, signals[i], drafted[i])
+            ),
+            reverse=True,
+        )
+        lengths, best = [0] * num_rows, [0] * num_rows
+        expected = float(num_rows)
+        best_rate = expected / self.costs.predict(num_rows, context) * MIN_GAIN
+        for count, (survival, i) in enumerate(ranked, start=1):
+            expected += survival
+            lengths[i] += 1
+            rate = expected / self.costs.predict(num_rows + count, context)
+            if rate > best_rate:
+                best, best_rate = list(lengths), rate
+        self._probing = False
+        if ranked and not any(best):
+            best = self._idle(drafted, ranked[0][1])
+        return best
+
+    def _idle(self, drafted: Sequence[int], favourite: int) -> list[int]:
+        """Pause, or probe with the most promising row when a probe is due."""
+        lengths = [0] * len(drafted)
+        if not self.may_pause:
+            lengths[favourite] = 1
+        elif self._probe_is_due():
+            lengths[favourite] = min(PROBE_TOKENS, drafted[favourite])
+            self._probing = True
+            self._idle_rounds = 0
+        else:
+            self._idle_rounds += 1
+        return lengths
+
+    def observe(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+    ) -> None:
+        """Update step costs and acceptance; lengthen the pause after a probe that did not pay."""
+        self.costs.observe(num_tokens, context, verify_s)
+        for outcome in outcomes:
+            if outcome.verified:
+                for table, key in ((self._by_signal, outcome.signal), (self._by_row, outcome.row_id)):
+                    table.setdefault(key, _Acceptance()).add(outcome.verified, outcome.accepted)
+        accepted = sum(outcome.accepted for outcome in outcomes)
+        if self._probing and accepted == 0:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        elif accepted:
+            self._pause = FIRST_PAUSE
+
+    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+        """Keep a running mean of what a draft of this length takes."""
+        old = self._draft_s.get(num_tokens)
+        self._draft_s[num_tokens] = seconds if old is None else 0.8 * old + 0.2 * seconds
+
+    def free(self, row_id: int) -> None:
+        """Forget a row."""
+        self._by_row.pop(row_id, None)
+
+    def _probe_is_due(self) -> bool:
+        return self._idle_rounds >= self._pause
+
+    def _cost(self, length: int) -> float:
+        """Return the expected seconds of a draft, by the nearest measured length."""
+        if not self._draft_s:
+            return 0.0
+        nearest = min(self._draft_s, key=lambda n: abs(n - length))
+        return self._draft_s[nearest] * length / max(nearest, 1)
+
+    def _usual_signal(self) -> int:
+        return max(self._by_signal, key=lambda s: self._by_signal[s].first_tested, default=0)
+
+    def _rate(
+        self, rows: Sequence[RowState], lengths: list[int], signals: list[int], draft_s: float
+    ) -> float:
+        expected = len(rows) + sum(
+            sum(self._survival(row.row_id, signal, length))
+            for row, signal, length in zip(rows, signals, lengths, strict=True)
+        )
+        seconds = self.costs.predict(len(rows) + sum(lengths), _context(rows)) + draft_s
+        return expected / seconds
+
+    def _survival(self, row_id: int, signal: int, length: int) -> list[float]:
+        """Return the probability that a row's first 1..length draft tokens are all accepted."""
+        shared = self._by_signal.get(signal, _Acceptance())
+        own = self._by_row.get(row_id, _Acceptance())
+        first = _estimate(shared.first_accepted, shared.first_tested, PRIOR_FIRST.get(signal, 0.5))
+        first = _estimate(own.first_accepted, own.first_tested, first, weight=2 * PRIOR_ROUNDS)
+        further = _estimate(shared.next_accepted, shared.next_tested, PRIOR_NEXT)
+        further = _estimate(own.next_accepted, own.next_tested, further, weight=2 * PRIOR_ROUNDS)
+        return [first * further**k for k in range(length)]
+
+
+def _estimate(
+    accepted: float, tested: float, prior: float, weight: float = PRIOR_ROUNDS
+) -> float:
+    return (accepted + weight * prior) / (tested + weight)
+
+
+def _context(rows: Sequence[RowState]) -> int:
+    return sum(row.context for row in rows)

@@ -1,0 +1,1 @@
+"""Dense attention of short query runs over a preallocated cache, grouped heads packed."""
