@@ -30,3 +30,10 @@ class UnsupportedByFlat(DSparkError, NotImplementedError):
 
     Caught by the target selection, which then runs the model row by row.
     """
+
+
+class ExpandsCache(UnsupportedByFlat):
+    """The model stores a compressed form and expands it after reading the cache (MLA).
+
+    Caught by the target selection, which then lets the cache return every cached token.
+    """

@@ -16,11 +16,14 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
@@ -286,6 +289,47 @@ def mamba() -> PreTrainedModel:
     )
 
 
+def mamba2() -> PreTrainedModel:
+    """Mamba 2: recurrent like Mamba, and able to continue by several tokens at once."""
+    return build(
+        Mamba2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            state_size=8,
+            num_hidden_layers=3,
+            num_heads=4,
+            head_dim=16,
+            n_groups=2,
+            chunk_size=8,
+            **_COMMON,
+        ),
+        seed=7,
+    )
+
+
+def falcon_h1() -> PreTrainedModel:
+    """Falcon-H1: attention and recurrent state side by side in every layer."""
+    return build(
+        FalconH1Config(
+            **_SHAPE,
+            **_COMMON,
+            head_dim=8,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_ssm=64,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_chunk_size=8,
+        ),
+        seed=8,
+    )
+
+
+def lfm2() -> PreTrainedModel:
+    """LFM2: short convolutions, which can be rolled back, between full attention layers."""
+    return build(Lfm2Config(**_SHAPE, **_COMMON, layer_types=["conv", _FULL, "conv"]), seed=5)
+
+
 def _falcon(*, alibi: bool, seed: int) -> PreTrainedModel:
     return build(
         FalconConfig(
@@ -324,6 +368,9 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek_v3": deepseek_v3,
     "qwen3_next": qwen3_next,
     "mamba": mamba,
+    "mamba2": mamba2,
+    "falcon_h1": falcon_h1,
+    "lfm2": lfm2,
 }
 
 

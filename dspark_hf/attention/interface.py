@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.errors import ExpandsCache, UnsupportedByFlat
 from dspark_hf.targets.cache import DSparkCache, DSparkLayer
 from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
 
@@ -85,6 +86,7 @@ def dspark_attention(
 
     Raises:
         UnsupportedByFlat: If the model asks for something this function does not do.
+        ExpandsCache: If the cache must hand all cached tokens to the model (`gathers`).
     """
     cache = _cache.get()
     if cache is None:
@@ -94,48 +96,66 @@ def dspark_attention(
         return out, None
     layer = cast(DSparkLayer, cache.layers[cache.current_layer])
     _refuse_unknown(module, attention_mask, dropout, layer, kwargs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    groups = cache.step.groups
-    outs = []
-    for group in groups:
-        start = group.segments[0].start
-        end = group.segments[-1].start + group.segments[-1].count
-        part = query if len(groups) == 1 else query[:, :, start:end]
-        if group.is_prompt:
-            keys, values = key[:, :, start:end], value[:, :, start:end]
-            outs.append(_attend_prompt(part, keys, values, group, layer, scale, softcap, sinks))
+    if not cache.gathers and not layer.holds(key, value):
+        raise ExpandsCache(
+            f"{type(module).__name__} caches a compressed form of what it attends to."
+        )
+    form = _Form(
+        layer.window,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+    )
+    outs, first_key = [], 0
+    for group in cache.step.groups:
+        start, last = group.segments[0].start, group.segments[-1]
+        part = query[:, :, start : last.start + last.count]
+        if cache.gathers:
+            first, end = group.key_range(form.window)
+            span = slice(first_key + first, first_key + end)
+            first_key += last.end
+            outs.append(_attend_rows(part, key[:, :, span], value[:, :, span], group, form))
+        elif group.is_prompt:
+            span = slice(start, start + last.count)
+            outs.append(_attend_prompt(part, key[:, :, span], value[:, :, span], group, form))
         else:
-            outs.append(_attend_rows(part, group, layer, scale, softcap, sinks))
+            outs.append(_attend_rows(part, *layer.view(group), group, form))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What distinguishes one model's attention from another's."""
+
+    window: int | None
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
 
 
 def _attend_rows(
     query: torch.Tensor,  # [1, Hq, N, D]
+    keys: torch.Tensor,  # [B, Hkv, S, D]
+    values: torch.Tensor,  # [B, Hkv, S, Dv]
     group: Group,
-    layer: DSparkLayer,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    form: _Form,
 ) -> torch.Tensor:  # [1, N, Hq, Dv]
-    keys, values = layer.view(group)
     num_rows, num_heads = len(group.segments), query.shape[1]
     gather = group.gather(query.device)
     if gather is not None:
         query = query.index_select(2, gather[0])
-    query = query.view(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
-    if query.shape[2] > MAX_PACKED_QUERIES and softcap is None and sinks is None:
-        visible = group.visible(layer.window, query.device)
+    query = query.reshape(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
+    if query.shape[2] > MAX_PACKED_QUERIES and form.softcap is None and form.sinks is None:
+        visible = group.visible(form.window, query.device)
         mask = None if visible is None else visible[:, None]
         out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            query, keys, values, attn_mask=mask, scale=form.scale, enable_gqa=True
         ).transpose(1, 2)
     else:
-        packed = group.packed_mask(
-            layer.window, num_heads // keys.shape[1], query.dtype, query.device
-        )
+        heads_per_key = num_heads // keys.shape[1]
+        mask = group.packed_mask(form.window, heads_per_key, query.dtype, query.device)
         out = packed_attention(
-            query, keys, values, packed, scale=scale, softcap=softcap, sinks=sinks
+            query, keys, values, mask, scale=form.scale, softcap=form.softcap, sinks=form.sinks
         )
     out = out.reshape(1, -1, num_heads, out.shape[-1])
     return out if gather is None else out.index_select(1, gather[1])
@@ -146,18 +166,15 @@ def _attend_prompt(
     key: torch.Tensor,  # [1, Hkv, N, D]
     value: torch.Tensor,  # [1, Hkv, N, Dv]
     group: Group,
-    layer: DSparkLayer,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    form: _Form,
 ) -> torch.Tensor:  # [1, N, Hq, Dv]
     """Attend a prompt to itself, by the causal kernel where the model allows it."""
-    window = layer.window
-    if softcap is None and sinks is None and (window is None or query.shape[2] <= window):
+    is_short = form.window is None or query.shape[2] <= form.window
+    if form.softcap is None and form.sinks is None and is_short:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            query, key, value, is_causal=True, scale=form.scale, enable_gqa=True
         ).transpose(1, 2)
-    return _attend_rows(query, group, layer, scale, softcap, sinks)
+    return _attend_rows(query, key, value, group, form)
 
 
 def _refuse_unknown(

@@ -74,7 +74,17 @@ class DSparkLayer(CacheLayerMixin):
             slots, positions = step.scatter_indices(key_states.device)
             self.keys[slots, :, positions] = key_states[0].transpose(0, 1)
             self.values[slots, :, positions] = value_states[0].transpose(0, 1)
-        return key_states, value_states
+        if not self.cache.gathers:
+            return key_states, value_states
+        keys = torch.cat([self.keys[seg.slot, :, : seg.end] for seg in step.segments], dim=1)
+        values = torch.cat([self.values[seg.slot, :, : seg.end] for seg in step.segments], dim=1)
+        return keys[None], values[None]
+
+    def holds(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """Tell whether states of these shapes are what the layer stores."""
+        same_heads = key.shape[1] == self.keys.shape[1]
+        same_dims = key.shape[3] == self.keys.shape[3] and value.shape[3] == self.values.shape[3]
+        return same_heads and same_dims
 
     def view(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values a group of rows attends to, without copying."""
@@ -110,13 +120,18 @@ class DSparkCache(Cache):
     rows can be attended together as a view.
     """
 
-    def __init__(self, windows: list[int | None], num_positions: int) -> None:
+    def __init__(
+        self, windows: list[int | None], num_positions: int, *, gathers: bool = False
+    ) -> None:
         """Create an empty cache.
 
         Args:
             windows: Each layer's sliding window in tokens, or None.
             num_positions: Tokens expected per row; more is allocated when needed.
+            gathers: Whether `update` returns all cached tokens of the step's rows, one row behind
+                the other, for models that expand what they cache (latent attention).
         """
+        self.gathers = gathers
         self.num_slots = 0
         self.num_positions = _round_up(num_positions)
         self.lengths: dict[int, int] = {}
@@ -145,7 +160,7 @@ class DSparkCache(Cache):
             row_id, count = counts[i]
             segments.append(Segment(self.slots[row_id], self.lengths[row_id], start, count))
             start += count
-        self.step = plan_step(segments)
+        self.step = plan_step(segments, together=not self.gathers)
         return order
 
     def close_step(self, counts: list[tuple[int, int]]) -> None:

@@ -25,13 +25,16 @@ class FlatTarget:
 
     path = "flat"
 
-    def __init__(self, model: PreTrainedModel, num_positions: int = 256) -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_positions: int = 256, *, gathers: bool = False
+    ) -> None:
         """Prepare an empty target.
 
         Args:
             model: A decoder whose attention goes through Transformers' registry and whose layers
                 are full or sliding attention.
             num_positions: Tokens expected per row, a hint for the first allocation.
+            gathers: Whether the model expands what it caches, see `DSparkCache`.
 
         Raises:
             UnsupportedByFlat: If the model is not of that kind.
@@ -47,7 +50,7 @@ class FlatTarget:
             )
         interface.register()
         self.model = model
-        self.cache = DSparkCache(windows, num_positions)
+        self.cache = DSparkCache(windows, num_positions, gathers=gathers)
         self._adopted: dict[int, int] = {}
         self._cache_key = compat.cache_key(model)
         self._configs = compat.attention_configs(model)

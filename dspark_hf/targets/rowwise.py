@@ -161,7 +161,7 @@ class RowwiseTarget:
     def _trim(self, cache: Cache) -> None:
         """Let sliding layers forget what the coming forward cannot need."""
         for layer in cache.layers:
-            if layer.is_sliding and layer.is_initialized:
+            if hasattr(layer, "record_past") and compat.is_attention_layer(layer):
                 layer.crop(0)
 
     def _finish(self, cache: Cache) -> None:

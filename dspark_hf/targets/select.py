@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dspark_hf import compat
-from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.errors import ExpandsCache, UnsupportedByFlat
 from dspark_hf.targets.base import Target
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.targets.rowwise import RowwiseTarget
@@ -33,10 +33,12 @@ class Choice:
     Attributes:
         path: "flat", "rowwise", or None when neither is exact.
         reason: Why not the quicker one, for the log and `doctor`; empty when flat.
+        gathers: Whether the flat target must return all cached tokens to the model.
     """
 
     path: str | None
     reason: str = ""
+    gathers: bool = False
 
     def build(self, model: PreTrainedModel, num_positions: int) -> Target:
         """Make an empty target of the chosen kind.
@@ -52,7 +54,7 @@ class Choice:
             NotImplementedError: If no kind is exact for the model.
         """
         if self.path == "flat":
-            return FlatTarget(model, num_positions)
+            return FlatTarget(model, num_positions, gathers=self.gathers)
         if self.path == "rowwise":
             return RowwiseTarget(model)
         raise NotImplementedError(
@@ -73,12 +75,17 @@ def choose_target(model: PreTrainedModel) -> Choice:
     was_training = model.training
     model.eval()
     try:
-        try:
-            reason = _disagreement(FlatTarget(model, 32), model)
-        except UnsupportedByFlat as error:
-            reason = str(error)
-        if not reason:
-            return Choice("flat")
+        for gathers in (False, True):
+            try:
+                reason = _disagreement(FlatTarget(model, 32, gathers=gathers), model)
+            except ExpandsCache as error:
+                reason = str(error)
+                continue
+            except UnsupportedByFlat as error:
+                reason = str(error)
+            if not reason:
+                return Choice("flat", gathers=gathers)
+            break
         try:
             problem = _disagreement(RowwiseTarget(model), model)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:

@@ -131,18 +131,19 @@ class Step:
         return self._indices[device]
 
 
-def plan_step(segments: Sequence[Segment]) -> Step:
+def plan_step(segments: Sequence[Segment], *, together: bool = True) -> Step:
     """Group segments so that one call serves rows of similar length in neighbouring slots.
 
     Args:
         segments: Ordered by slot, their starts following one another.
+        together: Whether rows may share a call.
 
     Returns:
         Step: The plan.
     """
     groups: list[Group] = []
     for segment in segments:
-        if groups and _fits(groups[-1], segment):
+        if groups and together and _fits(groups[-1], segment):
             groups[-1].segments.append(segment)
         else:
             groups.append(Group([segment]))

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspark_hf import compat
+from dspark_hf.errors import UnsupportedByFlat
 from dspark_hf.targets.base import CachedRow, Target
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.targets.rowwise import RowwiseTarget
@@ -39,13 +40,15 @@ CASES = {
     "flat-sliding": (FlatTarget, "mistral"),
     "flat-mixed": (FlatTarget, "gemma3"),
     "flat-sinks": (FlatTarget, "gpt_oss"),
-    "flat-latent": (FlatTarget, "deepseek_v3"),
     "rowwise-full": (RowwiseTarget, "llama"),
     "rowwise-sliding": (RowwiseTarget, "mistral"),
     "rowwise-mixed": (RowwiseTarget, "gemma3"),
     "rowwise-alibi": (RowwiseTarget, "bloom"),
+    "rowwise-latent": (RowwiseTarget, "deepseek_v3"),
     "rowwise-hybrid": (RowwiseTarget, "qwen3_next"),
-    "rowwise-recurrent": (RowwiseTarget, "mamba"),
+    "rowwise-side-by-side": (RowwiseTarget, "falcon_h1"),
+    "rowwise-convolution": (RowwiseTarget, "lfm2"),
+    "rowwise-recurrent": (RowwiseTarget, "mamba2"),
 }
 HAS_EXPERTS = {"gpt_oss", "deepseek_v3", "qwen3_next"}
 
@@ -170,7 +173,7 @@ def test_which_tokens_were_rejected_cannot_matter(subject: Subject) -> None:
         play(target, [row])
         logits.append(torch.cat(row.logits))
         caches.append(cached(subject, target, row))
-    bound = EXPERTS if subject.has_experts else 0.0
+    bound = 0.0
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=bound)
     assert_same(caches[0], caches[1], bound)
 
@@ -234,3 +237,10 @@ def test_a_row_that_leaves_takes_nothing_with_it(subject: Subject, leaving: int)
 
 def test_memory_is_poisoned() -> None:
     assert torch.zeros(3).new_empty(5).isnan().all()
+
+
+@torch.no_grad()
+def test_flat_refuses_attention_over_other_keys_than_were_cached() -> None:
+    model = ARCHITECTURES["deepseek_v3"]()
+    with pytest.raises(UnsupportedByFlat):
+        FlatTarget(model).forward([Feed(0, PROMPT, 1)])
