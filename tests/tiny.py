@@ -118,7 +118,7 @@ def mistral() -> PreTrainedModel:
 
 def gemma2() -> PreTrainedModel:
     """Gemma 2: soft-capped scores and logits, windows in every second layer."""
-    return build(
+    model = build(
         Gemma2Config(
             **_SHAPE,
             **_COMMON,
@@ -131,6 +131,9 @@ def gemma2() -> PreTrainedModel:
         ),
         seed=0,
     )
+    # Older Transformers would choose sdpa, which leaves the soft cap of the scores out.
+    model.set_attn_implementation("eager")
+    return model
 
 
 def gemma3() -> PreTrainedModel:

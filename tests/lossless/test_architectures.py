@@ -44,7 +44,7 @@ EXPECTED_PATH = {
     "mixtral": "flat",
     "qwen3_moe": "flat",
     "gpt_oss": "flat",
-    "deepseek_v3": "rowwise",
+    "deepseek_v3": "flat",
     "qwen3_next": "rowwise",
     "mamba": "transformers",
     "mamba2": "rowwise",
@@ -53,8 +53,7 @@ EXPECTED_PATH = {
 }
 """Flat where every layer is full or sliding attention that Transformers' registry can replace.
 
-DeepSeek-V3 caches latents and expands all of them in each forward, which flat does not. Mamba runs
-in Transformers' own loop, for its forward over several tokens ignores the cached state."""
+Mamba runs in Transformers' own loop: its forward over several tokens ignores the cached state."""
 
 DRAFTERS: dict[str, Callable[[RightDrafter], PureDrafter]] = {
     "right": lambda right: right,

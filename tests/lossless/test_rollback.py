@@ -7,8 +7,9 @@ rounding, since a forward over more tokens uses other matrix kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -27,19 +28,21 @@ ROUNDING = 1e-3
 by 3 to 5 in these models and were seen to differ by up to 2e-4; a token seen or missed in error
 moves them by more than 0.1."""
 
-EXPERTS = 1e-3
-"""As above, for mixtures of experts: which rejected tokens share an expert changes its kernel."""
+EXPERTS = 1e-4
+"""Bound for mixtures of experts where others are bit-equal: which rejected tokens share an expert
+with a kept one changes the shape of its product. Seen: 7e-6."""
 
 PROMPT = prompt(13, seed=1)
 COMMITTED = prompt(12, seed=2)
 ROUNDS = ((1, 4), (3, 3), (2, 0), (1, 5), (1, 0), (1, 3), (3, 0))
 """Committed and rejected tokens of each round: all rejected, some, none, one token, ..."""
 
-CASES = {
+CASES: dict[str, tuple[Callable[[PreTrainedModel], Target], str]] = {
     "flat-full": (FlatTarget, "llama"),
     "flat-sliding": (FlatTarget, "mistral"),
     "flat-mixed": (FlatTarget, "gemma3"),
     "flat-sinks": (FlatTarget, "gpt_oss"),
+    "flat-latent": (partial(FlatTarget, gathers=True), "deepseek_v3"),
     "rowwise-full": (RowwiseTarget, "llama"),
     "rowwise-sliding": (RowwiseTarget, "mistral"),
     "rowwise-mixed": (RowwiseTarget, "gemma3"),
@@ -66,20 +69,20 @@ def poisoned_memory() -> Iterator[None]:
 class Subject:
     """A kind of target over one model."""
 
-    kind: type[FlatTarget] | type[RowwiseTarget]
+    build: Callable[[PreTrainedModel], Target]
     model: PreTrainedModel
     has_experts: bool
 
     def target(self) -> Target:
         """Return a fresh target."""
-        return self.kind(self.model)
+        return self.build(self.model)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Build each case's model once."""
-    kind, name = CASES[request.param]
-    return Subject(kind, ARCHITECTURES[name](), name in HAS_EXPERTS)
+    build, name = CASES[request.param]
+    return Subject(build, ARCHITECTURES[name](), name in HAS_EXPERTS)
 
 
 @dataclass
@@ -173,7 +176,7 @@ def test_which_tokens_were_rejected_cannot_matter(subject: Subject) -> None:
         play(target, [row])
         logits.append(torch.cat(row.logits))
         caches.append(cached(subject, target, row))
-    bound = 0.0
+    bound = EXPERTS if subject.has_experts else 0.0
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=bound)
     assert_same(caches[0], caches[1], bound)
 

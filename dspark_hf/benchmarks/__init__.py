@@ -1,0 +1,1 @@
+"""Benchmarks of `generate()` that put every number beside plain Transformers' own."""

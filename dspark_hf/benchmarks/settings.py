@@ -1,0 +1,64 @@
+"""BenchSettings: what a run of the benchmark measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspark_hf.errors import ConfigError
+
+SECTIONS = ("prompts", "context", "batch", "recheck")
+DTYPES = ("bfloat16", "float32")
+HALF_ONLY = frozenset({"recheck"})
+"""Sections about rounding in 16 bits; in float32 there is nothing to measure."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Settings of one run, checked at construction.
+
+    Attributes:
+        sections: What to measure; None for all that the dtype allows.
+        dtype: "bfloat16" or "float32".
+        model: Path or hub id of the target; None prepares SmolLM2-135M-Instruct.
+        drafter: Path or hub id of a drafter to measure as well.
+        repeats: Timed calls of each contender on each prompt.
+        max_new_tokens: Tokens generated per prompt at most; "recheck" stays at 64 or fewer.
+        limit: Prompts per group at most; None for all.
+        threads: Threads torch may use; None leaves its choice.
+        contexts: Prompt lengths of the section "context", in tokens.
+    """
+
+    sections: tuple[str, ...] | None = None
+    dtype: str = "bfloat16"
+    model: str | None = None
+    drafter: str | None = None
+    repeats: int = 3
+    max_new_tokens: int = 128
+    limit: int | None = None
+    threads: int | None = None
+    contexts: tuple[int, ...] = (256, 8192)
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be honoured, naming the option."""
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {list(DTYPES)}; got {self.dtype!r}.")
+        for section in self.sections or ():
+            if section not in SECTIONS:
+                raise ConfigError(f"section must be one of {list(SECTIONS)}; got {section!r}.")
+            if section in HALF_ONLY and self.dtype == "float32":
+                raise ConfigError(
+                    f"section {section!r} must run in bfloat16; got dtype 'float32', in which "
+                    "nothing is rechecked. Drop the section or change the dtype."
+                )
+        for name in ("repeats", "max_new_tokens", "limit", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}.")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Sections to run, in order."""
+        if self.sections is not None:
+            return tuple(section for section in SECTIONS if section in self.sections)
+        is_half = self.dtype != "float32"
+        return tuple(section for section in SECTIONS if is_half or section not in HALF_ONLY)
