@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from dspark_hf.drafting.base import Drafter
 from dspark_hf.drafting.lookup import LookupDrafter
 from dspark_hf.drafting.resolve import model_drafter, special_ids
 from dspark_hf.eligibility import cached_tokens
 from dspark_hf.errors import CheckpointError
-from dspark_hf.generation import Call
 from dspark_hf.processing import PER_ROW_CRITERIA, STATELESS
+
+if TYPE_CHECKING:
+    from dspark_hf.drafting.base import Drafter
+    from dspark_hf.generation import Call
 
 
 def assistant_drafter(

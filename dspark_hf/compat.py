@@ -7,13 +7,9 @@ against 5.20 and 5.24.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -21,6 +17,13 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from transformers import PreTrainedModel
 
 CACHE_KEYS = ("cache", "past_key_values", "cache_params")
 """Names of the cache in forwards and outputs; "cache" everywhere since 5.23."""
@@ -35,7 +38,7 @@ def cache_of(mapping: Any) -> Cache | None:
     for key in CACHE_KEYS:
         found = mapping.get(key)
         if found is not None:
-            return cast(Cache, found)
+            return cast("Cache", found)
     return None
 
 
@@ -108,13 +111,13 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
 
 def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the model's attention implementation."""
-    return cast(str, text_config(model)._attn_implementation)  # noqa: SLF001 - no public reader
+    return cast("str", text_config(model)._attn_implementation)  # noqa: SLF001 - no public reader
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Return every configuration object the model's modules read their attention name from."""
     found: dict[int, Any] = {}
-    for module in cast(nn.Module, model).modules():
+    for module in cast("nn.Module", model).modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
             found[id(config)] = config

@@ -102,7 +102,8 @@ class DSparkConfig:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
         if not isinstance(values, dict):
             raise ConfigError(
-                f"{path} must hold a mapping of setting names to values; got {type(values).__name__}."
+                f"{path} must hold a mapping of setting names to values; got a "
+                f"{type(values).__name__}."
             )
         return cls.from_dict(values)
 

@@ -5,19 +5,23 @@ Source: DSpark, arXiv:2607.05147, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
-from dspark_hf.drafting.base import Drafter
 from dspark_hf.errors import CheckpointError
-from dspark_hf.rows import Row
-from dspark_hf.targets.base import Target
 from dspark_hf.values import DraftRequest, Feed, Proposal
 from dspark_hf.verification.acceptance import Decision
 from dspark_hf.verification.schedule import RowOutcome, RowState, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.drafting.base import Drafter
+    from dspark_hf.rows import Row
+    from dspark_hf.targets.base import Target
 
 
 @dataclass

@@ -5,14 +5,17 @@ A reason is a sentence for the log: what the call asks for that speculation cann
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from dspark_hf import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import GenerationConfig, PreTrainedModel
 
 KNOWN_INPUTS = frozenset(
     {
@@ -156,9 +159,8 @@ def rotary_refusal(
         if kind == "dynamic":
             return "rotary scaling that depends on the length of each forward"
         if kind == "longrope":
-            switch = rope.get("original_max_position_embeddings") or getattr(
-                compat.text_config(model), "original_max_position_embeddings", 0
-            )
+            fallback = getattr(compat.text_config(model), "original_max_position_embeddings", 0)
+            switch = int(rope.get("original_max_position_embeddings") or fallback)
             stays_short = max_length is not None and max_length <= switch
             if not stays_short and min(prompt_lengths) <= switch:
                 return "LongRoPE factors that may switch while decoding"

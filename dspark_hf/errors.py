@@ -25,14 +25,14 @@ class CapacityError(DSparkError, RuntimeError):
     """The request needs more positions or memory than there are."""
 
 
-class UnsupportedByFlat(DSparkError, NotImplementedError):
+class UnsupportedByFlatError(DSparkError, NotImplementedError):
     """The ragged forward does not know something this model asks of attention.
 
     Caught by the target selection, which then runs the model row by row.
     """
 
 
-class ExpandsCache(UnsupportedByFlat):
+class ExpandsCacheError(UnsupportedByFlatError):
     """The model stores a compressed form and expands it after reading the cache (MLA).
 
     Caught by the target selection, which then lets the cache return every cached token.

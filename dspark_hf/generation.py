@@ -6,25 +6,29 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dspark_hf import compat
-from dspark_hf.config import DSparkConfig
-from dspark_hf.decode import Decoder
 from dspark_hf.eligibility import cached_tokens, left_padding
-from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.processing import RowCriteria, RowProcessors
 from dspark_hf.rows import Row
 from dspark_hf.targets.base import CachedRow
 from dspark_hf.targets.select import position_limit
 from dspark_hf.verification.acceptance import AcceptanceRule, Coupled, Greedy, Rejection
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import GenerationConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.decode import Decoder
+    from dspark_hf.metrics import SpeculationRecord
 
 logger = logging.getLogger(__name__)
 _row_ids = itertools.count()
@@ -114,25 +118,32 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
         Any: Token ids (B, length), or a `DSparkGenerateOutput` if the call asks for a dict.
     """
     wants_cache = call.generation_config.return_dict_in_generate or compat.is_user_cache(call.cache)
-    held = cached_tokens(call.cache)
+    held, held_rows = cached_tokens(call.cache), list(rows)
     try:
         if held > 0:
-            decoder.target.adopt(rows[0].row_id, cast(Cache, call.cache), rows[0].ids[:held])
+            decoder.target.adopt(rows[0].row_id, cast("Cache", call.cache), rows[0].ids[:held])
         decoder.start(rows)
-        while active := [row for row in rows if not row.finished]:
-            decoder.round(active)
+        while active := [row for row in held_rows if not row.finished]:
             if not wants_cache:
-                for row in active:
-                    if row.finished:
-                        decoder.finish(row)
+                held_rows = _release_finished(held_rows, decoder)
+            decoder.round(active)
         cache = _export(model, call, rows, decoder) if wants_cache else None
     finally:
-        for row in rows:
+        for row in held_rows:
             decoder.finish(row)
+        for row in rows:
             row.record.path = decoder.target.path
     if call.streamer is not None:
         call.streamer.end()
     return _output(call, rows, cache)
+
+
+def _release_finished(rows: Sequence[Row], decoder: Decoder) -> list[Row]:
+    """Let finished rows leave; return the others."""
+    for row in rows:
+        if row.finished:
+            decoder.finish(row)
+    return [row for row in rows if not row.finished]
 
 
 def _rule(

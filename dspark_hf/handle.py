@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from dspark_hf import compat
-from dspark_hf.config import DSparkConfig
 from dspark_hf.decode import Decoder
-from dspark_hf.drafting.base import Drafter
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.targets.select import Choice, choose_target
 from dspark_hf.values import Feed
 from dspark_hf.verification.costs import StepCosts
 from dspark_hf.verification.schedule import CostAwareSchedule, FixedSchedule, Schedule
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.drafting.base import Drafter
+
 logger = logging.getLogger(__name__)
 
 MIN_POSITIONS, MAX_POSITIONS = 128, 4096
 """Bounds of the first cache allocation per row, in tokens; longer rows grow it."""
-
-
-@dataclass
-class _Learned:
-    """What was measured for one drafter: step costs and acceptance."""
-
-    schedule: Schedule
-    config: DSparkConfig
 
 
 @dataclass
@@ -153,7 +149,3 @@ class DSparkHandle:
                     self.costs.observe(width, context, seconds[width][-1])
                     target.rollback(0, context)
         return {width: sorted(times)[len(times) // 2] for width, times in seconds.items()}
-
-    def with_config(self, **changes: Any) -> DSparkConfig:
-        """Return this handle's settings with some changed."""
-        return replace(self.config, **changes)

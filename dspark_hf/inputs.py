@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from dspark_hf.errors import CapacityError, InputError
 from dspark_hf.targets.select import position_limit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
 
 def check_inputs(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any]) -> None:

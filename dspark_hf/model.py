@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -13,7 +13,6 @@ from transformers.generation import GenerationMode
 from dspark_hf import generation
 from dspark_hf.assist import assistant_drafter, can_assist, unsafe_for_assisting
 from dspark_hf.config import DSparkConfig
-from dspark_hf.drafting.base import Drafter
 from dspark_hf.drafting.resolve import resolve_drafter
 from dspark_hf.eligibility import inputs_refusal, settings_refusal
 from dspark_hf.errors import ConfigError
@@ -21,6 +20,9 @@ from dspark_hf.handle import DSparkHandle
 from dspark_hf.inputs import check_inputs
 from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.processing import RowProcessors, refusal
+
+if TYPE_CHECKING:
+    from dspark_hf.drafting.base import Drafter
 
 _call_config: ContextVar[DSparkConfig | None] = ContextVar("dspark_call_config", default=None)
 
@@ -116,7 +118,7 @@ class DSparkForCausalLM:
             raise ConfigError(f"config must be a DSparkConfig or None; got {settings!r}.")
         ready = resolve_drafter(drafter, model, tokenizer, drafter_tokenizer)
         if not isinstance(model, DSparkForCausalLM):
-            model.__class__ = _swapped(type(model))
+            model.__class__ = _swapped(cast("Any", type(model)))
         vars(model)["_dspark"] = DSparkHandle(model, settings, ready)
         return model
 
@@ -132,16 +134,16 @@ class DSparkForCausalLM:
         """
         if isinstance(model, DSparkForCausalLM):
             vars(model).pop("_dspark", None)
-            model.__class__ = type(model).__mro__[2]  # type: ignore[assignment]
+            model.__class__ = type(model).__mro__[2]
         return model
 
     @property
     def dspark(self) -> DSparkHandle:
         """Settings, drafter, measurements and statistics of this model."""
         if "_dspark" not in vars(self):
-            model = cast(PreTrainedModel, self)
+            model = cast("PreTrainedModel", self)
             vars(self)["_dspark"] = DSparkHandle(model, DSparkConfig(), None)
-        return cast(DSparkHandle, vars(self)["_dspark"])
+        return cast("DSparkHandle", vars(self)["_dspark"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the model's own class, swapped again on arrival."""
@@ -174,7 +176,7 @@ class DSparkForCausalLM:
         settings = kwargs.pop("dspark", None)
         if settings is not None and not isinstance(settings, DSparkConfig):
             raise ConfigError(f"dspark must be a DSparkConfig; got {settings!r}.")
-        check_inputs(cast(PreTrainedModel, self), inputs, kwargs)
+        check_inputs(cast("PreTrainedModel", self), inputs, kwargs)
         token = _call_config.set(settings or _call_config.get())
         try:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -207,7 +209,12 @@ class DSparkForCausalLM:
             **model_kwargs,
         )
         call = generation.Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
         )
         return self._decode_call(call, self.dspark.drafter, own, synced_gpus=synced_gpus)
 
@@ -231,13 +238,18 @@ class DSparkForCausalLM:
         assist = {"assistant_model": assistant_model, "assistant_tokenizer": assistant_tokenizer}
         drafter = assistant_drafter(self, generation_config, tokenizer=tokenizer, **assist)
         call = generation.Call(
-            input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
         )
         if drafter is None:
             problem = unsafe_for_assisting(call)
             if problem is None:
                 self.dspark.warn_once(
-                    "This call is assisted in a way only Transformers' own loop knows; it runs there."
+                    "Only Transformers' own loop knows how this call is assisted; it runs there."
                 )
                 return super()._assisted_decoding(  # type: ignore[misc]
                     *prepared, inputs_tensor, tokenizer=tokenizer, **assist, **model_kwargs
@@ -254,7 +266,7 @@ class DSparkForCausalLM:
         self, call: generation.Call, drafter: Drafter | None, own: Any, *, synced_gpus: bool
     ) -> Any:
         """Decode a prepared call here, or in the model's own loop with one line saying why."""
-        handle, model = self.dspark, cast(PreTrainedModel, self)
+        handle, model = self.dspark, cast("PreTrainedModel", self)
         config = _call_config.get() or handle.config
         batch_size, max_length = call.input_ids.shape[0], call.generation_config.max_length
         with handle.lock:
@@ -287,12 +299,12 @@ class DSparkForCausalLM:
 
 
 @functools.cache
-def _swapped(base: type) -> type:
+def _swapped(base: Any) -> Any:
     """Return the wrapped form of a model class, under the same name and module."""
     return type(base.__name__, (DSparkForCausalLM, base), {"__module__": base.__module__})
 
 
-def _rebuild(base: type) -> Any:
+def _rebuild(base: Any) -> Any:
     cls = _swapped(base)
     return cls.__new__(cls)
 

@@ -8,13 +8,15 @@ sequence of calls it would see in plain decoding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HISTORY_FREE = frozenset(
     {
@@ -33,7 +35,7 @@ STATELESS = HISTORY_FREE | {
     lp.WatermarkLogitsProcessor, lp.EncoderRepetitionPenaltyLogitsProcessor,
     lp.EncoderNoRepeatNGramLogitsProcessor, lp.PrefixConstrainedLogitsProcessor,
 }  # fmt: skip
-"""Processors whose answer depends on the scores, the row's prefix and the row's place in the batch."""
+"""Processors whose answer depends on the scores, the row's prefix and its place in the batch."""
 STATEFUL = frozenset(
     {lp.UnbatchedClassifierFreeGuidanceLogitsProcessor, lp.SynthIDTextWatermarkLogitsProcessor}
 )

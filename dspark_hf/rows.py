@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from dspark_hf.metrics import SpeculationRecord
-from dspark_hf.processing import RowCriteria, RowProcessors
-from dspark_hf.values import Warp
-from dspark_hf.verification.acceptance import AcceptanceRule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dspark_hf.processing import RowCriteria, RowProcessors
+    from dspark_hf.values import Warp
+    from dspark_hf.verification.acceptance import AcceptanceRule
 
 
 @dataclass
@@ -82,7 +86,9 @@ class Row:
             room = min(room, self.limit - len(self.ids))
         return max(room, 0)
 
-    def emit(self, token: int, scores: torch.Tensor, logits: torch.Tensor, *, drafted: bool) -> None:
+    def emit(
+        self, token: int, scores: torch.Tensor, logits: torch.Tensor, *, drafted: bool
+    ) -> None:
         """Commit a token: store what was asked for, stream it, and check every stop.
 
         Args:

@@ -70,11 +70,15 @@ DRAFTERS: dict[str, MakeDrafter] = {
 
 def oracle_of(sequences: torch.Tensor, prompts: Prompts) -> RightDrafter:
     """Return a drafter that knows the given continuations of left-padded prompts."""
-    longest = max(len(ids) for ids in prompts)
+    longest = max(map(len, prompts), default=0)
     rows = sequences.tolist()
     return RightDrafter(
         {tuple(ids): row[longest - len(ids) :] for ids, row in zip(prompts, rows, strict=True)}
     )
+
+
+KNOWS_NOTHING = RightDrafter({})
+"""For drafters that need no oracle."""
 
 
 def generate(model: PreTrainedModel, prompts: Prompts, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-
+"""Attention: the dense ragged path, registered with Transformers."""

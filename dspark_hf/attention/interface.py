@@ -7,23 +7,26 @@ Transformers pass no mask at all, and the model would see the future.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
-from dspark_kernels.ragged_attention.op import packed_attention
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from dspark_hf.errors import ExpandsCache, UnsupportedByFlat
-from dspark_hf.targets.cache import DSparkCache, DSparkLayer
+from dspark_hf.errors import ExpandsCacheError, UnsupportedByFlatError
 from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
+from dspark_kernels.ragged_attention.op import packed_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dspark_hf.targets.cache import DSparkCache, DSparkLayer
 
 NAME = "dspark"
 _HARMLESS = frozenset(
@@ -85,8 +88,8 @@ def dspark_attention(
         tuple[torch.Tensor, None]: Output of shape (1, N, Hq, Dv); attention weights are not kept.
 
     Raises:
-        UnsupportedByFlat: If the model asks for something this function does not do.
-        ExpandsCache: If the cache must hand all cached tokens to the model (`gathers`).
+        UnsupportedByFlatError: If the model asks for something this function does not do.
+        ExpandsCacheError: If the cache must hand all cached tokens to the model (`gathers`).
     """
     cache = _cache.get()
     if cache is None:
@@ -94,10 +97,10 @@ def dspark_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
-    layer = cast(DSparkLayer, cache.layers[cache.current_layer])
+    layer = cast("DSparkLayer", cache.layers[cache.current_layer])
     _refuse_unknown(module, attention_mask, dropout, layer, kwargs)
     if not cache.gathers and not layer.holds(key, value):
-        raise ExpandsCache(
+        raise ExpandsCacheError(
             f"{type(module).__name__} caches a compressed form of what it attends to."
         )
     form = _Form(
@@ -187,19 +190,19 @@ def _refuse_unknown(
     unknown = [name for name, value in kwargs.items() if value is not None]
     unknown = [name for name in unknown if name not in _HARMLESS]
     if unknown:
-        raise UnsupportedByFlat(
+        raise UnsupportedByFlatError(
             f"ragged attention does not know {unknown[0]!r}, which {type(module).__name__} passes."
         )
     if attention_mask is not None or dropout:
-        raise UnsupportedByFlat(
+        raise UnsupportedByFlatError(
             f"{type(module).__name__} builds its own mask or drops attention weights."
         )
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise UnsupportedByFlat(f"{type(module).__name__} is not causal.")
+        raise UnsupportedByFlatError(f"{type(module).__name__} is not causal.")
     window = kwargs.get("sliding_window")
     if window is not None and window != layer.window:
-        raise UnsupportedByFlat(
+        raise UnsupportedByFlatError(
             f"{type(module).__name__} attends over a window of {window} tokens where its cache "
             f"layer has {layer.window}."
         )

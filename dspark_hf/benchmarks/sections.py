@@ -158,7 +158,7 @@ def _contest(
             observer=bench.observer,
             section=section,
         )
-        differences = compare(outcomes, items, baseline_logits(able[0]))
+        differences = compare(outcomes, items, baseline_logits(able[0]), bench.model.dtype)
     return SectionResult(make_samples(outcomes, items, differences), excluded, {})
 
 

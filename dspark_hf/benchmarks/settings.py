@@ -8,6 +8,7 @@ from dspark_hf.errors import ConfigError
 
 SECTIONS = ("prompts", "context", "batch", "recheck")
 DTYPES = ("bfloat16", "float32")
+CONTEXTS = (256, 8192)
 HALF_ONLY = frozenset({"recheck"})
 """Sections about rounding in 16 bits; in float32 there is nothing to measure."""
 
@@ -36,7 +37,7 @@ class BenchSettings:
     max_new_tokens: int = 128
     limit: int | None = None
     threads: int | None = None
-    contexts: tuple[int, ...] = (256, 8192)
+    contexts: tuple[int, ...] = CONTEXTS
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the option."""
@@ -54,6 +55,10 @@ class BenchSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1; got {value}.")
+        if not self.contexts or min(self.contexts) < 1:
+            raise ConfigError(
+                f"contexts must be one or more lengths of at least 1; got {list(self.contexts)}."
+            )
 
     @property
     def chosen(self) -> tuple[str, ...]:

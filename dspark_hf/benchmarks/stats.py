@@ -164,7 +164,8 @@ def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     summaries: list[dict[str, Any]] = []
     for group in [*groups, ALL] if len(groups) > 1 else groups:
         here = [sample for sample in samples if group in (ALL, sample.group)]
-        summaries.extend(_summary(here, group, contender) for contender in contenders)
+        present = {sample.contender for sample in here}
+        summaries.extend(_summary(here, group, name) for name in contenders if name in present)
     return summaries
 
 
@@ -194,6 +195,7 @@ def _summary(here: Sequence[Sample], group: str, contender: str) -> dict[str, An
 def _exactness(own: Sequence[Sample]) -> dict[str, Any]:
     differences = [difference for sample in own for difference in sample.differences]
     margins = [d.margin for d in differences if d.margin is not None]
+    steps = [d.margin_steps for d in differences if d.margin_steps is not None]
     num_near = sum(difference.is_near_tie for difference in differences)
     return {
         "texts": sum(sample.num_rows for sample in own),
@@ -201,6 +203,7 @@ def _exactness(own: Sequence[Sample]) -> dict[str, Any]:
         "near_ties": num_near,
         "other_differences": len(differences) - num_near,
         "largest_margin": max(margins, default=None),
+        "largest_margin_steps": max(steps, default=None),
     }
 
 

@@ -220,6 +220,7 @@ def _recheck_row(summary: Mapping[str, Any]) -> dict[str, str]:
         "forks": str(summary["texts_that_differ"]),
         "of these near-ties": str(summary["near_ties"]),
         "largest margin": "-" if margin is None else _number(margin, 3),
+        "in steps": "-" if margin is None else _number(summary["largest_margin_steps"], 0),
         "rechecks": str(summary.get("rechecks", "-")),
         "choices changed": str(summary.get("flips", "-")),
         "speed": _times(summary["ratio"]),
@@ -253,9 +254,9 @@ def _same(summary: Mapping[str, Any]) -> str:
     if summary["near_ties"]:
         text += f", {summary['near_ties']} near-ties"
     if summary["other_differences"]:
-        margin = summary["largest_margin"]
+        margin, steps = summary["largest_margin"], summary["largest_margin_steps"]
         text += f", {summary['other_differences']} others"
-        text += "" if margin is None else f" (margin to {margin:.3f})"
+        text += "" if margin is None else f" (margin to {margin:.3f}, {steps:.0f} steps)"
     if summary.get("fallback_calls"):
         text += f", {summary['fallback_calls']} calls in the model's own loop"
     return text

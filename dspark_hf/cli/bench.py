@@ -44,6 +44,10 @@ def generate(
     threads: Annotated[
         int | None, typer.Option(help="Threads for torch. Default: its own.")
     ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Prompt length for the section context; may be repeated."),
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="Result file; other entries are kept.")
     ] = DEFAULT_PATH,
@@ -52,7 +56,7 @@ def generate(
     from dspark_hf.benchmarks.environment import command_line
     from dspark_hf.benchmarks.results import run_key
     from dspark_hf.benchmarks.run import run_benchmark
-    from dspark_hf.benchmarks.settings import BenchSettings
+    from dspark_hf.benchmarks.settings import CONTEXTS, BenchSettings
     from dspark_hf.benchmarks.tables import run_table
 
     console = Console(stderr=True)
@@ -66,6 +70,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             limit=limit,
             threads=threads,
+            contexts=tuple(context) if context else CONTEXTS,
         )
         with _progress(console) as progress:
             results = run_benchmark(
@@ -139,10 +144,11 @@ def _progress(console: Console) -> Progress:
 def _show(shown: Table) -> None:
     rich_table = RichTable(title=shown.title, caption=shown.note)
     for i, title in enumerate(shown.header):
-        rich_table.add_column(title, justify="left" if i < 2 else "right")
+        rich_table.add_column(title, justify="left" if i < 2 else "right", no_wrap=i < 2)
     for row in shown.rows:
         rich_table.add_row(*row)
-    Console().print(rich_table)
+    # Rich takes a file or pipe for 80 columns wide, too few for these tables.
+    Console(width=None if sys.stdout.isatty() else 160).print(rich_table)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-
+"""Drafters: who guesses the next tokens, and how a caller names one."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from dspark_hf.values import DraftRequest, Proposal
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.values import DraftRequest, Proposal
 
 
 @runtime_checkable

@@ -98,7 +98,9 @@ def _from_checkpoint(
 def _saved_tokenizer(model: PreTrainedModel) -> Any:
     """Load the tokenizer beside a locally saved model; None where there is none."""
     folder = Path(getattr(model, "name_or_path", "") or "")
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    has_tokenizer = any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    )
     if not str(getattr(model, "name_or_path", "")) or not has_tokenizer:
         return None
     return AutoTokenizer.from_pretrained(folder)

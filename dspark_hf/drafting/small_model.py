@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from dspark_hf import compat
 from dspark_hf.errors import CheckpointError
-from dspark_hf.targets.base import Target
 from dspark_hf.targets.select import Choice, choose_target, position_limit
 from dspark_hf.values import DraftRequest, Feed, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.targets.base import Target
 
 
 @dataclass

@@ -1,1 +1,1 @@
-
+"""Targets: a model seen as rows that can be fed, rolled back and freed."""

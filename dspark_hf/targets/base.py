@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from transformers.cache_utils import Cache
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from dspark_hf.values import Feed
+    import torch
+    from transformers.cache_utils import Cache
+
+    from dspark_hf.values import Feed
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class Target(Protocol):
         """Return the tokens the row has cached; 0 for an unknown row."""
 
     def rollback(self, row_id: int, length: int) -> None:
-        """Drop a row's cached tokens beyond `length`; tokens of its latest feed can go, or those
-        since `hold`."""
+        """Drop a row's cached tokens beyond `length`: those of its latest feed, or since `hold`."""
 
     def hold(self, row_id: int) -> None:
         """Allow the next rollback to reach back to here, over any number of feeds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -178,7 +178,8 @@ class DSparkCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one layer's new keys and values and remember which layer it was."""
         self.current_layer = layer_idx
-        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        layer = cast("DSparkLayer", self.layers[layer_idx])
+        return layer.update(key_states, value_states, *args, **kwargs)
 
     def rollback(self, row_id: int, length: int) -> None:
         """Set a row's length; what lies beyond is overwritten by the next tokens."""

@@ -5,19 +5,23 @@ Source: DSpark, arXiv:2607.05147, section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from dspark_hf import compat
 from dspark_hf.attention import interface
-from dspark_hf.errors import UnsupportedByFlat
-from dspark_hf.targets.base import CachedRow
+from dspark_hf.errors import UnsupportedByFlatError
 from dspark_hf.targets.cache import DSparkCache
-from dspark_hf.values import Feed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from dspark_hf.targets.base import CachedRow
+    from dspark_hf.values import Feed
 
 
 class FlatTarget:
@@ -37,15 +41,15 @@ class FlatTarget:
             gathers: Whether the model expands what it caches, see `DSparkCache`.
 
         Raises:
-            UnsupportedByFlat: If the model is not of that kind.
+            UnsupportedByFlatError: If the model is not of that kind.
         """
         windows = compat.sliding_windows(model)
         if windows is None:
-            raise UnsupportedByFlat(
+            raise UnsupportedByFlatError(
                 f"{type(model).__name__} has layers other than full and sliding attention."
             )
         if not compat.can_switch_attention(model) or not compat.accepts(model, "position_ids"):
-            raise UnsupportedByFlat(
+            raise UnsupportedByFlatError(
                 f"{type(model).__name__} computes attention or positions in its own way."
             )
         interface.register()
@@ -94,7 +98,7 @@ class FlatTarget:
             compat.attention_set_to(self._configs, interface.NAME),
             interface.ragged_forward(self.cache),
         ):
-            logits = cast(torch.Tensor, self.model(**inputs).logits)[0]
+            logits = cast("torch.Tensor", self.model(**inputs).logits)[0]
         if not keep_all and not self._keeps_logits:
             logits = logits[torch.tensor(wanted, device=logits.device)]
         return logits.float()
@@ -130,7 +134,10 @@ class FlatTarget:
             keys = layer.keys.new_zeros(len(rows), num_heads, width, layer.keys.shape[3])
             values = layer.values.new_zeros(len(rows), num_heads, width, layer.values.shape[3])
             for i, row in enumerate(rows):
-                slot, span = self.cache.slots[row.row_id], slice(row.offset, row.offset + row.length)
+                slot, span = (
+                    self.cache.slots[row.row_id],
+                    slice(row.offset, row.offset + row.length),
+                )
                 keys[i, :, span] = layer.keys[slot, :, : row.length]
                 values[i, :, span] = layer.values[slot, :, : row.length]
             if width > first:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from dspark_hf import compat
-from dspark_hf.targets.base import CachedRow
-from dspark_hf.values import Feed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from dspark_hf.targets.base import CachedRow
+    from dspark_hf.values import Feed
 
 
 @dataclass
@@ -85,17 +89,18 @@ class RowwiseTarget:
         extra: dict[str, Any] = {self._cache_key: row.cache, "use_cache": True}
         if self._takes_positions:
             extra["position_ids"] = torch.arange(past, total, device=device)[None]
-        if self._keeps_logits:
-            extra["logits_to_keep"] = keep
         inputs = self.model.prepare_inputs_for_generation(
             torch.tensor([new], device=device),
             next_sequence_length=len(new),
             is_first_iteration=past == 0,
             **extra,
         )
+        if self._keeps_logits:
+            # Some models put a configured number here, one for every forward.
+            inputs["logits_to_keep"] = keep
         outputs = self.model(**inputs, return_dict=True)
         row.cache = compat.cache_of(outputs) or row.cache
-        return cast(torch.Tensor, outputs.logits)[0, -keep:].float()
+        return cast("torch.Tensor", outputs.logits)[0, -keep:].float()
 
     def length(self, row_id: int) -> int:
         """Return the tokens the row has, pending ones included."""
@@ -137,7 +142,12 @@ class RowwiseTarget:
         """Use the caller's cache itself, so that it holds the new tokens when decoding ends."""
         self._rows[row_id] = _RowCache(self._start(cache), ids=list(ids))
 
-    def export(self, rows: Sequence[CachedRow], width: int, cache: Cache) -> Cache:
+    def export(
+        self,
+        rows: Sequence[CachedRow],
+        width: int,  # noqa: ARG002 - the protocol's signature
+        cache: Cache,  # noqa: ARG002 - the row adopted it, or owns a cache already
+    ) -> Cache:
         """Return the row's own cache; several rows cannot share one in every architecture."""
         if len(rows) != 1:
             raise NotImplementedError(
@@ -161,7 +171,8 @@ class RowwiseTarget:
     def _trim(self, cache: Cache) -> None:
         """Let sliding layers forget what the coming forward cannot need."""
         for layer in cache.layers:
-            if hasattr(layer, "record_past") and compat.is_attention_layer(layer):
+            is_sliding = hasattr(layer, "record_past") and compat.is_attention_layer(layer)
+            if is_sliding and layer.is_initialized:
                 layer.crop(0)
 
     def _finish(self, cache: Cache) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from dspark_hf import compat
-from dspark_hf.errors import ExpandsCache, UnsupportedByFlat
-from dspark_hf.targets.base import Target
+from dspark_hf.errors import ExpandsCacheError, UnsupportedByFlatError
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.targets.rowwise import RowwiseTarget
 from dspark_hf.values import Feed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from dspark_hf.targets.base import Target
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +82,10 @@ def choose_target(model: PreTrainedModel) -> Choice:
         for gathers in (False, True):
             try:
                 reason = _disagreement(FlatTarget(model, 32, gathers=gathers), model)
-            except ExpandsCache as error:
+            except ExpandsCacheError as error:
                 reason = str(error)
                 continue
-            except UnsupportedByFlat as error:
+            except UnsupportedByFlatError as error:
                 reason = str(error)
             if not reason:
                 return Choice("flat", gathers=gathers)
@@ -123,6 +127,8 @@ def _disagreement(target: Target, model: PreTrainedModel) -> str:
             feeds.append(Feed(row, tokens[row][start:end], end - start))
         for feed, logits in zip(feeds, target.forward(feeds), strict=True):
             start, end = spans[feed.row_id]
+            if logits.shape[0] != end - start:
+                return f"{target.path} logits of {name} are {logits.shape[0]} for {end - start}"
             error = _relative_error(logits, plain[feed.row_id][start:end])
             limit = MAX_ERROR_FLOAT32 if model.dtype == torch.float32 else MAX_ERROR_HALF
             if not error <= limit:
@@ -133,7 +139,8 @@ def _disagreement(target: Target, model: PreTrainedModel) -> str:
 def _plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     device = model.get_input_embeddings().weight.device
     device = torch.device("cpu") if device.type == "meta" else device
-    return model(torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+    logits = model(torch.tensor([ids], device=device), use_cache=False).logits
+    return cast("torch.Tensor", logits)[0].float()
 
 
 def _relative_error(ours: torch.Tensor, plain: torch.Tensor) -> float:

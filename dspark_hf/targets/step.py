@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
 from dspark_kernels.ragged_attention.op import pack_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_PADDING_RATIO = 2.0
 """Rows are attended together while the padded area is at most this many times the real one."""

@@ -1,1 +1,1 @@
-
+"""Verification: acceptance rules, step costs and schedules; no model inside."""

@@ -6,11 +6,13 @@ accepted; never at the drafted tokens themselves, or sampling would no longer be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from dspark_hf.verification.costs import StepCosts
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.verification.costs import StepCosts
 
 PRIOR_ROUNDS = 4.0
 """Weight of the prior, in rounds: a handful of observations outvotes it."""
@@ -211,7 +213,10 @@ class CostAwareSchedule:
         self.costs.observe(num_tokens, context, verify_s)
         for outcome in outcomes:
             if outcome.verified:
-                for table, key in ((self._by_signal, outcome.signal), (self._by_row, outcome.row_id)):
+                for table, key in (
+                    (self._by_signal, outcome.signal),
+                    (self._by_row, outcome.row_id),
+                ):
                     table.setdefault(key, _Acceptance()).add(outcome.verified, outcome.accepted)
         accepted = sum(outcome.accepted for outcome in outcomes)
         if self._probing and accepted == 0:
@@ -262,9 +267,7 @@ class CostAwareSchedule:
         return [first * further**k for k in range(length)]
 
 
-def _estimate(
-    accepted: float, tested: float, prior: float, weight: float = PRIOR_ROUNDS
-) -> float:
+def _estimate(accepted: float, tested: float, prior: float, weight: float = PRIOR_ROUNDS) -> float:
     return (accepted + weight * prior) / (tested + weight)
 
 

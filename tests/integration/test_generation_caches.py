@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from dspark_hf.compat import OUTPUT_CACHE_NAME
-from harness import DRAFTERS, counted_forwards, drafts_were_verified, generate, noisy_copy
+from harness import DRAFTERS, KNOWS_NOTHING, counted_forwards, drafts_were_verified, generate
 from harness import oracle_of, paths, wrapped
 from tiny import ARCHITECTURES, WINDOW, llama, plain_generate, prompt
 
@@ -80,7 +80,7 @@ def assert_same_cache(ours: Cache, plain: Cache) -> None:
     assert pairs
     for found, expected in pairs:
         assert found.shape == expected.shape
-        assert (found - expected).abs().max() < 1e-3
+        assert (found - expected).abs().max() < 1e-5 * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "itself", "noisy_copy"])
@@ -89,7 +89,7 @@ def test_turns_over_one_cache_equal_plain_turns_and_leave_the_plain_cache(
 ) -> None:
     name, model = named_model
     plain, plain_cache, _ = converse(model)
-    with wrapped(model, DRAFTERS[drafter](model, oracle_of(torch.zeros(0, 1), []))):
+    with wrapped(model, DRAFTERS[drafter](model, KNOWS_NOTHING)):
         ours, cache, out = converse(model)
         assert model.dspark.metrics.fallback_reasons == {}
     assert ours == plain
@@ -109,7 +109,7 @@ def test_the_cache_of_the_output_continues_as_plain_decoding_does(
 ) -> None:
     _, model = named_model
     plain = generate(model, [PROMPT], max_new_tokens=NEW_TOKENS)
-    with wrapped(model, DRAFTERS[drafter](model, oracle_of(torch.zeros(0, 1), []))):
+    with wrapped(model, DRAFTERS[drafter](model, KNOWS_NOTHING)):
         out = generate(model, [PROMPT], max_new_tokens=NEW_TOKENS)
     assert_same_cache(out[OUTPUT_CACHE_NAME], plain[OUTPUT_CACHE_NAME])
 
@@ -173,8 +173,7 @@ def test_a_filled_cache_of_several_rows_or_of_other_tokens_runs_in_the_own_loop(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 1), (1, 3), (1, 100), (3, 3)])
 def test_a_prompt_fed_in_chunks_gives_the_text_of_a_prompt_fed_at_once(
     named_model: tuple[str, PreTrainedModel], rows: int, chunk: int
 ) -> None:
@@ -196,7 +195,7 @@ def test_a_prompt_fed_in_chunks_gives_the_text_of_a_prompt_fed_at_once(
         assert max(fed) <= chunk
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("chunk", [1, 3])
 def test_a_turn_over_a_filled_cache_may_be_fed_in_chunks(
     named_model: tuple[str, PreTrainedModel], chunk: int
 ) -> None:

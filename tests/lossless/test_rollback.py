@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspark_hf import compat
-from dspark_hf.errors import UnsupportedByFlat
+from dspark_hf.errors import UnsupportedByFlatError
 from dspark_hf.targets.base import CachedRow, Target
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.targets.rowwise import RowwiseTarget
@@ -245,5 +245,5 @@ def test_memory_is_poisoned() -> None:
 @torch.no_grad()
 def test_flat_refuses_attention_over_other_keys_than_were_cached() -> None:
     model = ARCHITECTURES["deepseek_v3"]()
-    with pytest.raises(UnsupportedByFlat):
+    with pytest.raises(UnsupportedByFlatError):
         FlatTarget(model).forward([Feed(0, PROMPT, 1)])

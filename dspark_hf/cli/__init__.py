@@ -1,0 +1,1 @@
+"""The `dspark-hf` command line: commands that parse, call and print."""

@@ -1,0 +1,66 @@
+"""`dspark-hf generate`: text from any causal LM, with what drafting did for it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+WARM_UP_TOKENS = 4
+"""New tokens of the untimed calls before a comparison."""
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="Path or hub id of a causal LM.")],
+    prompt: Annotated[list[str], typer.Option(help="What to answer; repeat it for a batch.")],
+    drafter: Annotated[
+        str, typer.Option(help="lookup, none, or the path or hub id of a small model.")
+    ] = "lookup",
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="Apply the chat template. Default: if there is one."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 128,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random.")] = False,
+    temperature: Annotated[float, typer.Option(help="Used with --sample.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes --sample repeatable.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run plain Transformers too, and compare.")
+    ] = False,
+) -> None:
+    """Generate text and colour the draft tokens that were accepted."""
+    from dspark_hf.cli import render, session
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.losslessness import find_forks
+
+    console = Console(highlight=False)
+    wrapped, tokenizer = session.load(model, drafter, dtype, DSparkConfig(seed=seed))
+    batch = session.encode(wrapped, tokenizer, prompt, chat=chat)
+    kwargs: dict[str, Any] = {"do_sample": sample, "pad_token_id": tokenizer.pad_token_id}
+    if sample:
+        kwargs["temperature"] = temperature
+    if compare:
+        # The first call of a process pays for allocations and thread pools.
+        session.generate_plain(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
+        session.generate(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
+    kwargs["max_new_tokens"] = max_new_tokens
+    run = session.generate(wrapped, batch, **kwargs)
+    for number, (ids, record) in enumerate(zip(run.ids, run.records, strict=True), start=1):
+        if len(run.ids) > 1:
+            console.rule(f"prompt {number}", align="left")
+        render.print_exactly(console, render.pieces_of(tokenizer, ids, record.accepted_mask))
+    console.rule()
+    console.print(render.legend())
+    console.print(f"{run.tokens_per_s:.1f} tokens/s ({run.seconds:.2f} s, prompts included)")
+    console.print(render.speculation_table(run.records))
+    if compare:
+        plain = session.generate_plain(wrapped, batch, **kwargs)
+        ratio = run.tokens_per_s / plain.tokens_per_s
+        console.print(f"plain Transformers: {plain.tokens_per_s:.1f} tokens/s, ratio x{ratio:.2f}")
+        if sample:
+            console.print("Sampled texts differ from run to run; `dspark-hf verify` tests them.")
+            return
+        for fork in find_forks(wrapped, batch, plain.ids, run.ids, kwargs):
+            console.print(render.identical_text(fork, wrapped.dtype))
