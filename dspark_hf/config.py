@@ -38,7 +38,7 @@ class DSparkConfig:
 
     acceptance: str = "rejection"
     schedule: str = "auto"
-    max_draft_tokens: int = 8
+    max_draft_tokens: int = 16
     never_slower: bool = True
     exactness: str = "plain"
     recheck_margin: float = 0.1

@@ -287,7 +287,7 @@ def sampling_check(
     prompt = _as_list(input_ids)
     kwargs = {"do_sample": True, "return_dict_in_generate": True, **generate_kwargs}
     kwargs.setdefault("pad_token_id", _pad_id(model))
-    config = model.dspark.with_config(schedule="fixed", never_slower=False)
+    config = dataclasses.replace(model.dspark.config, schedule="fixed", never_slower=False)
     batch = _left_padded([prompt], kwargs["pad_token_id"], model)
     samples: list[tuple[tuple[int, ...], SpeculationRecord]] = []
     for start in range(0, num_samples, batch_size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +10,7 @@ import torch
 
 from dspark_hf.benchmarks.contenders import PLAIN, Contender
 from dspark_hf.benchmarks.contest import Item, Outcome
-
-NEAR_TIE = 0.1
-"""Margin in logit units below which a difference counts as rounding."""
+from dspark_hf.losslessness import margin_limit
 
 StepLogits = Callable[[Item, int], Sequence[torch.Tensor]]
 """Scores of the baseline's own steps: item and number of steps to tensors of shape (B, V)."""
@@ -30,8 +27,7 @@ class Difference:
         token: The contender's choice; None if its text had ended.
         margin: How much higher the baseline's step scored its own choice, in logit units; None
             where a text had ended or the baseline chose otherwise when asked again.
-        margin_steps: The margin in steps of the model's dtype at the size of that score: scores
-            of 16 to 32 lie 0.125 apart in bfloat16, so a margin of 0.125 is the smallest there.
+        margin_limit: Largest margin that rounding explains, see `losslessness.margin_limit`.
         top_gap: Gap between that step's two best scores; below `margin` if the contender chose
             neither.
     """
@@ -41,13 +37,15 @@ class Difference:
     plain_token: int | None
     token: int | None
     margin: float | None = None
-    margin_steps: float | None = None
+    margin_limit: float | None = None
     top_gap: float | None = None
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether the baseline nearly chose the same."""
-        return self.margin is not None and self.margin < NEAR_TIE
+        """Whether rounding explains the difference."""
+        if self.margin is None or self.margin_limit is None:
+            return False
+        return self.margin <= self.margin_limit
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -138,8 +136,9 @@ def _with_margin(
     first, second = scores.topk(2).values.tolist()
     if float(scores[ours]) < first:
         return difference
-    margin = float(scores[ours] - scores[theirs])
-    step = 2.0 ** math.floor(math.log2(max(abs(first), 1e-30))) * torch.finfo(dtype).eps
     return replace(
-        difference, margin=margin, margin_steps=round(margin / step, 2), top_gap=first - second
+        difference,
+        margin=float(scores[ours] - scores[theirs]),
+        margin_limit=margin_limit(dtype, first),
+        top_gap=first - second,
     )

@@ -159,11 +159,15 @@ def context_contenders(model: PreTrainedModel) -> list[Contender]:
 
 
 def recheck_contenders(model: PreTrainedModel) -> list[Contender]:
-    """Return the baseline and lookup without and with `exactness="recheck"`."""
+    """Return the baseline, the wrapper alone, and lookup without and with rechecks.
+
+    Without a drafter nothing is verified in blocks: its forks come from the packed attention.
+    """
+    recheck = DSparkConfig(exactness="recheck")
     return [
-        Contender(PLAIN, model),
+        *context_contenders(model),
         wrapped(model, "dspark-lookup", "lookup"),
-        wrapped(model, "dspark-lookup-recheck", "lookup", DSparkConfig(exactness="recheck")),
+        wrapped(model, "dspark-lookup-recheck", "lookup", recheck),
     ]
 
 

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf.benchmarks.contenders import Contender
 from dspark_hf.benchmarks.timing import Clock, rotated, timed
+from dspark_hf.losslessness import end_ids
 from dspark_hf.model import DSparkForCausalLM
 
 if TYPE_CHECKING:
@@ -189,8 +190,7 @@ def new_tokens(sequences: torch.Tensor, item: Item, contender: Contender) -> lis
     Returns:
         list[list[int]]: New tokens per row, the end token included and no padding.
     """
-    ends = contender.model.generation_config.eos_token_id
-    stops = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    stops = set(end_ids(contender.model, {}))
     texts = []
     for row in sequences[:, item.inputs["input_ids"].shape[1] :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))

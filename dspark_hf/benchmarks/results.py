@@ -64,13 +64,18 @@ def open_results(
         ConfigError: If the file holds results of another machine or model.
     """
     if not path.exists():
-        return {"format": FORMAT, "machine": dict(machine), "model": dict(model), "runs": {}}
+        return new_results(machine, model)
     results = load_results(path)
     if results["machine"] != machine:
         _refuse(path, "machine", results["machine"], machine)
     if results["model"]["fingerprint"] != model["fingerprint"]:
         _refuse(path, "model", results["model"], model)
     return results
+
+
+def new_results(machine: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return results of a machine and model with no entry yet."""
+    return {"format": FORMAT, "machine": dict(machine), "model": dict(model), "runs": {}}
 
 
 def merge(results: Mapping[str, Any], key: str, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dspark_hf.benchmarks import environment, results
 from dspark_hf.benchmarks.sections import Bench, run_section
 from dspark_hf.benchmarks.timing import Clock
 from dspark_hf.demo_model import HUB_ID, prepare_smollm2
+from dspark_hf.errors import CheckpointError
 
 if TYPE_CHECKING:
     from dspark_hf.benchmarks.contest import Observer
@@ -62,13 +63,23 @@ def load_target(settings: BenchSettings) -> tuple[PreTrainedModel, Any, str]:
 
     Returns:
         tuple[PreTrainedModel, Any, str]: Model, tokenizer, and the model's name for tables.
+
+    Raises:
+        CheckpointError: If they cannot be loaded.
     """
     source = settings.model if settings.model is not None else str(prepare_smollm2())
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, settings.dtype))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, settings.dtype))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"model must be the path or hub id of a causal LM with its tokenizer; loading "
+            f"{source!r} failed: {str(error).strip().splitlines()[0]}"
+        ) from error
     name = HUB_ID if settings.model is None else settings.model
     if Path(name).exists():
         name = Path(name).resolve().name
-    return model.eval(), AutoTokenizer.from_pretrained(source), name
+    return model.eval(), tokenizer, name
 
 
 def _measured(section: str, bench: Bench, command: str) -> dict[str, Any]:

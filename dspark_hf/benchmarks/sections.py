@@ -18,6 +18,7 @@ from dspark_hf.benchmarks.contest import (
     whole_call,
 )
 from dspark_hf.benchmarks.stats import Sample, make_samples, paired_ratios, spread, summarise
+from dspark_hf.losslessness import end_ids
 from dspark_hf.targets.select import position_limit
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ class Bench:
     @property
     def pad_id(self) -> int:
         """The padding id, or one that serves as such."""
-        ends = self.model.generation_config.eos_token_id
-        end = ends[0] if isinstance(ends, list) else ends
-        found = (self.tokenizer.pad_token_id, self.model.generation_config.pad_token_id, end, 0)
+        known = (self.tokenizer.pad_token_id, self.model.generation_config.pad_token_id)
+        found = [*known, *end_ids(self.model, {}), 0]
         return next(int(token) for token in found if token is not None)
 
     def items(self, max_new_tokens: int) -> list[Item]:
@@ -130,7 +130,7 @@ def _recheck(bench: Bench) -> SectionResult:
     length = min(RECHECK_TOKENS, bench.settings.max_new_tokens)
     items = what.alternating(bench.items(length), RECHECK_PROMPTS)
     result = _contest(bench, "recheck", contenders, items, whole_call)
-    plain, recheck = (contender.name for contender in contenders[1:])
+    plain, recheck = (contender.name for contender in contenders[-2:])
     ratios = paired_ratios(result.samples, recheck, baseline=plain)
     result.extra["recheck_over_plain_verify"] = spread(ratios)
     return result

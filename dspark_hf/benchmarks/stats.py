@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ALL = "all"
 """Group of everything, summarised where there are several groups."""
 
+STRICT_MARGIN = 0.1
+"""Margin counted apart in logit units, as `DSparkConfig.recheck_margin` is set to it."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -195,7 +198,6 @@ def _summary(here: Sequence[Sample], group: str, contender: str) -> dict[str, An
 def _exactness(own: Sequence[Sample]) -> dict[str, Any]:
     differences = [difference for sample in own for difference in sample.differences]
     margins = [d.margin for d in differences if d.margin is not None]
-    steps = [d.margin_steps for d in differences if d.margin_steps is not None]
     num_near = sum(difference.is_near_tie for difference in differences)
     return {
         "texts": sum(sample.num_rows for sample in own),
@@ -203,7 +205,7 @@ def _exactness(own: Sequence[Sample]) -> dict[str, Any]:
         "near_ties": num_near,
         "other_differences": len(differences) - num_near,
         "largest_margin": max(margins, default=None),
-        "largest_margin_steps": max(steps, default=None),
+        "margins_below_0_1": sum(margin < STRICT_MARGIN for margin in margins),
     }
 
 

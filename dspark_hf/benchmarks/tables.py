@@ -219,8 +219,8 @@ def _recheck_row(summary: Mapping[str, Any]) -> dict[str, str]:
         "texts": str(summary["texts"]),
         "forks": str(summary["texts_that_differ"]),
         "of these near-ties": str(summary["near_ties"]),
+        "margin below 0.1": str(summary["margins_below_0_1"]),
         "largest margin": "-" if margin is None else _number(margin, 3),
-        "in steps": "-" if margin is None else _number(summary["largest_margin_steps"], 0),
         "rechecks": str(summary.get("rechecks", "-")),
         "choices changed": str(summary.get("flips", "-")),
         "speed": _times(summary["ratio"]),
@@ -249,17 +249,17 @@ def _note(run: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 
 
 def _same(summary: Mapping[str, Any]) -> str:
-    same = summary["texts"] - summary["texts_that_differ"]
-    text = f"{same}/{summary['texts']}"
+    texts, margin = summary["texts"], summary["largest_margin"]
+    parts = [f"{texts - summary['texts_that_differ']}/{texts}"]
     if summary["near_ties"]:
-        text += f", {summary['near_ties']} near-ties"
+        parts.append(f"{summary['near_ties']} near-ties")
     if summary["other_differences"]:
-        margin, steps = summary["largest_margin"], summary["largest_margin_steps"]
-        text += f", {summary['other_differences']} others"
-        text += "" if margin is None else f" (margin to {margin:.3f}, {steps:.0f} steps)"
+        parts.append(f"{summary['other_differences']} others")
+    if margin is not None:
+        parts.append(f"margin to {margin:.3g}")
     if summary.get("fallback_calls"):
-        text += f", {summary['fallback_calls']} calls in the model's own loop"
-    return text
+        parts.append(f"{summary['fallback_calls']} calls in the model's own loop")
+    return ", ".join(parts)
 
 
 def _accepted(summary: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
 from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 from dspark_hf.benchmarks.results import DEFAULT_PATH
-from dspark_hf.errors import DSparkError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from dspark_hf.benchmarks.tables import Table
 
 bench_app = typer.Typer(
@@ -53,32 +49,34 @@ def generate(
     ] = DEFAULT_PATH,
 ) -> None:
     """Time plain and wrapped models on the same weights, and compare their texts."""
+    from transformers.utils import logging as transformers_logging
+
     from dspark_hf.benchmarks.environment import command_line
     from dspark_hf.benchmarks.results import run_key
     from dspark_hf.benchmarks.run import run_benchmark
     from dspark_hf.benchmarks.settings import CONTEXTS, BenchSettings
     from dspark_hf.benchmarks.tables import run_table
 
+    transformers_logging.disable_progress_bar()
     console = Console(stderr=True)
-    with _errors_shown(console):
-        settings = BenchSettings(
-            sections=tuple(section) if section else None,
-            dtype=dtype,
-            model=model,
-            drafter=drafter,
-            repeats=repeats,
-            max_new_tokens=max_new_tokens,
-            limit=limit,
-            threads=threads,
-            contexts=tuple(context) if context else CONTEXTS,
+    settings = BenchSettings(
+        sections=tuple(section) if section else None,
+        dtype=dtype,
+        model=model,
+        drafter=drafter,
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        threads=threads,
+        contexts=tuple(context) if context else CONTEXTS,
+    )
+    with _progress(console) as progress:
+        results = run_benchmark(
+            settings,
+            output,
+            command=command_line(sys.argv[1:]),
+            observer=_Bar(progress),
         )
-        with _progress(console) as progress:
-            results = run_benchmark(
-                settings,
-                output,
-                command=command_line(sys.argv[1:]),
-                observer=_Bar(progress),
-            )
     for name in settings.chosen:
         _show(run_table(results["runs"][run_key(name, dtype)], results))
     console.print(f"Results are in {output}; `dspark-hf bench table {output}` prints markdown.")
@@ -86,10 +84,16 @@ def generate(
 
 @bench_app.command()
 def table(
-    results: Annotated[Path, typer.Argument(help="Result file of `bench generate`.")],
+    results: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Result file of `bench generate`.")
+    ],
     update: Annotated[
         Path | None,
-        typer.Option(help="Document whose `<!-- bench:NAME -->` places to fill instead."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Document whose `<!-- bench:NAME -->` places to fill instead.",
+        ),
     ] = None,
 ) -> None:
     """Print a result file as markdown tables, or write them into a document."""
@@ -97,14 +101,12 @@ def table(
     from dspark_hf.benchmarks.settings import SECTIONS
     from dspark_hf.benchmarks.tables import all_tables, as_markdown, update_markers
 
-    console = Console(stderr=True)
-    with _errors_shown(console):
-        tables = all_tables(load_results(results))
-        if update is not None:
-            text, names = update_markers(update.read_text(encoding="utf-8"), tables)
-            update.write_text(text, encoding="utf-8")
-            console.print(f"{update}: filled {', '.join(names)}.")
-            return
+    tables = all_tables(load_results(results))
+    if update is not None:
+        text, names = update_markers(update.read_text(encoding="utf-8"), tables)
+        update.write_text(text, encoding="utf-8")
+        Console(stderr=True).print(f"{update}: filled {', '.join(names)}.")
+        return
     for name, parts in tables.items():
         # A section's name collects what its dtypes show already.
         if name not in SECTIONS:
@@ -149,13 +151,3 @@ def _show(shown: Table) -> None:
         rich_table.add_row(*row)
     # Rich takes a file or pipe for 80 columns wide, too few for these tables.
     Console(width=None if sys.stdout.isatty() else 160).print(rich_table)
-
-
-@contextmanager
-def _errors_shown(console: Console) -> Iterator[None]:
-    """End the command with a line instead of a traceback where the caller can put it right."""
-    try:
-        yield
-    except (DSparkError, FileNotFoundError) as error:
-        console.print(f"Error: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from error

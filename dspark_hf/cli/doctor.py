@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 PACKAGES = ("dspark-hf", "torch", "transformers", "accelerate", "triton")
 WIDTHS = (1, 2, 3, 5, 9, 17)
 """Tokens per forward that are timed: one of the target's own and 0, 1, 2, 4, 8, 16 of a draft."""
+REPEATS = 9
+"""Timed forwards per width; the median is shown."""
 PATHS = {
     "flat": "flat: all rows of a batch in one ragged forward",
     "rowwise": "rowwise: each row with a cache of its own",
@@ -48,7 +50,7 @@ def doctor(
     if choice.path is None:
         console.print(Text("Drafting cannot help here: nothing verifies drafts exactly.", "yellow"))
         return
-    seconds = wrapped.dspark.profile(widths=WIDTHS)
+    seconds = wrapped.dspark.profile(widths=WIDTHS, repeats=REPEATS)
     console.print(cost_table(seconds))
     console.print(verdict(seconds))
 

@@ -52,7 +52,7 @@ def generate(
             console.rule(f"prompt {number}", align="left")
         render.print_exactly(console, render.pieces_of(tokenizer, ids, record.accepted_mask))
     console.rule()
-    console.print(render.legend())
+    console.print(render.legend(console))
     console.print(f"{run.tokens_per_s:.1f} tokens/s ({run.seconds:.2f} s, prompts included)")
     console.print(render.speculation_table(run.records))
     if compare:

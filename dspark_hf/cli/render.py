@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -62,10 +64,10 @@ def pieces_of(tokenizer: Any, ids: Sequence[int], accepted_mask: Sequence[bool])
 
 def print_exactly(console: Console, pieces: Sequence[Piece]) -> None:
     """Print pieces as they are: no wrapping, no markup, tabs kept; then one newline."""
-    for piece in pieces:
-        style = ACCEPTED_STYLE if piece.accepted else None
-        console.out(piece.text, style=style, highlight=False, end="")
-    console.out("")
+    green = console.get_style(ACCEPTED_STYLE)
+    # Segments go out untouched; a Text would expand tabs and drop control characters.
+    segments = [Segment(piece.text, green if piece.accepted else None) for piece in pieces]
+    console.print(Segments([*segments, Segment("\n")]), soft_wrap=True, end="")
 
 
 def as_text(pieces: Sequence[Piece]) -> Text:
@@ -76,12 +78,12 @@ def as_text(pieces: Sequence[Piece]) -> Text:
     return text
 
 
-def legend() -> Text:
-    """Return one line that explains the colours."""
-    return Text.assemble(
-        ("green", ACCEPTED_STYLE), (" = draft tokens the model accepted; ", NOTE_STYLE),
-        "plain", (" = its own tokens", NOTE_STYLE),
-    )  # fmt: skip
+def legend(console: Console) -> Text:
+    """Return one line that explains the colours, or that there are none."""
+    if console.color_system is None:
+        return Text("(On a terminal, accepted draft tokens are green.)")
+    rest = ": draft tokens the model accepted; the others are its own"
+    return Text.assemble(("green", ACCEPTED_STYLE), (rest, NOTE_STYLE))
 
 
 def speculation_table(records: Sequence[SpeculationRecord]) -> Table:
@@ -104,7 +106,9 @@ def speculation_table(records: Sequence[SpeculationRecord]) -> Table:
 
 def plain_table(*header: str, left: Sequence[str] = (), title: str | None = None) -> Table:
     """Return an empty table: numbers on the right, columns named in `left` on the left."""
-    table = Table(title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for name in header:
         table.add_column(name, justify="left" if name in left else "right")
     return table
@@ -137,14 +141,10 @@ def identical_text(fork: Fork | None, dtype: torch.dtype) -> Text:
     if fork is None:
         return Text.assemble("identical: ", ("yes", "bold green"))
     text = Text.assemble("identical: ", ("no", "bold yellow" if fork.is_near_tie else "bold red"))
-    text.append(f", they part at token {fork.index + 1}, ")
     kind = str(dtype).removeprefix("torch.")
+    text.append(f"; they part at token {fork.index + 1}, ")
     if fork.is_near_tie:
-        text.append(
-            f"a near-tie: plain scored the two {fork.margin:.3g} apart, within {kind} rounding"
-        )
+        text.append(f"a near-tie in {kind}: plain scored the two {fork.margin:.3g} apart")
     else:
-        text.append(
-            f"where plain scored the two {fork.margin:.3g} apart: more than {kind} rounding"
-        )
+        text.append(f"where plain scored the two {fork.margin:.3g} apart: no {kind} rounding")
     return text

@@ -22,10 +22,9 @@ DEFAULT_IDS = (
 )  # fmt: skip
 """Prompts of every group; the rewrites are those in which lookup drafts most."""
 SAMPLING_TEXTS = (
-    "red green blue red green blue red green",
-    "a b c a c b a b",
-    "one, two, one, three, one, two, one,",
     "the cat and the dog and the",
+    "a b c a c b a b",
+    "red green blue red green blue red green",
 )
 """Short texts that repeat without being certain, so that lookup drafts and is sometimes wrong."""
 PROBE_SAMPLES = 16

@@ -18,16 +18,22 @@ PRIOR_ROUNDS = 4.0
 """Weight of the prior, in rounds: a handful of observations outvotes it."""
 PRIOR_FIRST = {0: 0.6, 1: 0.15, 2: 0.3, 3: 0.45, 4: 0.55, 5: 0.65, 6: 0.75, 7: 0.85}
 """Expected acceptance of a proposal's first token by signal, before anything is observed."""
-PRIOR_NEXT = 0.75
+PRIOR_NEXT = 0.7
 """Expected acceptance of each further token, given the one before."""
 FORGETTING = 0.99
 """Factor on older observations per round, so that estimates follow the text."""
-MIN_GAIN = 1.03
+MIN_GAIN = 1.05
 """Drafting must promise this many times plain decoding's speed: estimates are noisy."""
-FIRST_PAUSE, LONGEST_PAUSE = 16, 256
-"""Rounds without drafting before a probe; doubled by each probe that does not pay."""
+START_CREDIT, MOST_CREDIT = 0.5, 2.0
+"""Tokens a signal may lose before it is paused, at first and after wins."""
+PROBE_CREDIT = 1.5
+"""Credit at which a signal is tried although its estimate speaks against it."""
+REFILL = 0.02
+"""Credit a held-back proposal earns, in tokens: the share of speed that trying again may cost."""
 PROBE_TOKENS = 4
-"""Draft tokens a probe verifies at most."""
+"""Draft tokens a probe verifies at most, and a drafter of unknown cost is asked for."""
+CHEAP = 0.05
+"""Drafting that costs less than this share of a step is done even when nothing may come of it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,11 @@ class _Acceptance:
 class CostAwareSchedule:
     """Verifies what pays: expected tokens per second by measured acceptance and step cost.
 
+    Each signal keeps an account in tokens: accepted drafts are earned, the plain tokens that
+    drafting and wider forwards would have bought are spent. A signal in debt is paused and earns
+    its next try slowly, so that text on which drafting never pays loses a few tokens and then
+    about `REFILL` of its speed, whatever the estimates say.
+
     Source: the paper's Algorithm 1 (arXiv:2607.05147) with survival estimated from past rounds
     instead of a confidence head, and the best prefix of the ranking taken over all lengths.
     """
@@ -143,27 +154,25 @@ class CostAwareSchedule:
         self._by_signal: dict[int, _Acceptance] = {}
         self._by_row: dict[int, _Acceptance] = {}
         self._draft_s: dict[int, float] = {}
-        self._idle_rounds = 0
-        self._pause = FIRST_PAUSE
-        self._probing = False
+        self._credit: dict[int, float] = {}
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the common length that promises most, drafting cost included."""
         room = [min(self.max_tokens, row.room) for row in rows]
         if not self._draft_s:
+            return [min(PROBE_TOKENS, most) for most in room]
+        longest, step = max(room, default=0), self.costs.predict(len(rows), _context(rows))
+        if longest == 0 or self._cost(longest) < CHEAP * step:
             return room
-        best, best_rate = 0, self._rate(rows, [0] * len(rows), [0] * len(rows), 0.0) * MIN_GAIN
-        for length in range(1, max(room, default=0) + 1):
-            lengths = [min(length, most) for most in room]
-            rate = self._rate(rows, lengths, [self._usual_signal()] * len(rows), self._cost(length))
+        signal = self._usual_signal()
+        best, best_rate = 0, len(rows) / step * MIN_GAIN
+        for length in range(1, longest + 1):
+            rate = self._rate(rows, [min(length, most) for most in room], signal)
             if rate > best_rate:
                 best, best_rate = length, rate
-        if best == 0 and (not self.may_pause or self._probe_is_due()):
-            best = PROBE_TOKENS if self.may_pause else 1
+        best = self._allowed(signal, best)
         if best == 0:
-            self._idle_rounds += 1
-        if best > 0 and self._cost(best) < 0.05 * self.costs.predict(len(rows), _context(rows)):
-            return room
+            self._refill({signal})
         return [min(best, most) for most in room]
 
     def cut(
@@ -175,6 +184,7 @@ class CostAwareSchedule:
             (
                 (survival, i)
                 for i, row in enumerate(rows)
+                if not self._is_paused(signals[i])
                 for survival in self._survival(row.row_id, signals[i], drafted[i])
             ),
             reverse=True,
@@ -188,41 +198,35 @@ class CostAwareSchedule:
             rate = expected / self.costs.predict(num_rows + count, context)
             if rate > best_rate:
                 best, best_rate = list(lengths), rate
-        self._probing = False
+        idle = {signals[i] for i in range(num_rows) if drafted[i] and not best[i]}
         if ranked and not any(best):
-            best = self._idle(drafted, ranked[0][1])
+            favourite = ranked[0][1]
+            tried = self._allowed(signals[favourite], 0)
+            best[favourite] = min(tried, drafted[favourite])
+            idle -= {signals[favourite]} if tried else set()
+        self._refill(idle)
         return best
-
-    def _idle(self, drafted: Sequence[int], favourite: int) -> list[int]:
-        """Pause, or probe with the most promising row when a probe is due."""
-        lengths = [0] * len(drafted)
-        if not self.may_pause:
-            lengths[favourite] = 1
-        elif self._probe_is_due():
-            lengths[favourite] = min(PROBE_TOKENS, drafted[favourite])
-            self._probing = True
-            self._idle_rounds = 0
-        else:
-            self._idle_rounds += 1
-        return lengths
 
     def observe(
         self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
     ) -> None:
-        """Update step costs and acceptance; lengthen the pause after a probe that did not pay."""
+        """Update step costs, acceptance and every verified signal's account."""
         self.costs.observe(num_tokens, context, verify_s)
+        verified = sum(outcome.verified for outcome in outcomes)
+        if not verified:
+            return
+        plain = self.costs.predict(len(outcomes), context)
+        extra = self.costs.predict(num_tokens, context) - plain
+        extra += self._cost(max(outcome.verified for outcome in outcomes))
+        price = extra / plain * len(outcomes) / verified
         for outcome in outcomes:
-            if outcome.verified:
-                for table, key in (
-                    (self._by_signal, outcome.signal),
-                    (self._by_row, outcome.row_id),
-                ):
-                    table.setdefault(key, _Acceptance()).add(outcome.verified, outcome.accepted)
-        accepted = sum(outcome.accepted for outcome in outcomes)
-        if self._probing and accepted == 0:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        elif accepted:
-            self._pause = FIRST_PAUSE
+            if not outcome.verified:
+                continue
+            for table, key in ((self._by_signal, outcome.signal), (self._by_row, outcome.row_id)):
+                table.setdefault(key, _Acceptance()).add(outcome.verified, outcome.accepted)
+            earned = outcome.accepted - price * outcome.verified
+            credit = self._credit.get(outcome.signal, START_CREDIT) + earned
+            self._credit[outcome.signal] = min(credit, MOST_CREDIT)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Keep a running mean of what a draft of this length takes."""
@@ -233,12 +237,25 @@ class CostAwareSchedule:
         """Forget a row."""
         self._by_row.pop(row_id, None)
 
-    def _probe_is_due(self) -> bool:
-        return self._idle_rounds >= self._pause
+    def _is_paused(self, signal: int) -> bool:
+        return self.may_pause and self._credit.get(signal, START_CREDIT) < 0
+
+    def _allowed(self, signal: int, wanted: int) -> int:
+        """Return how many tokens to try: what is wanted, nothing when paused, a probe when due."""
+        if not self.may_pause:
+            return max(wanted, 1)
+        if wanted and not self._is_paused(signal):
+            return wanted
+        return PROBE_TOKENS if self._credit.get(signal, START_CREDIT) >= PROBE_CREDIT else 0
+
+    def _refill(self, signals: set[int]) -> None:
+        for signal in signals:
+            credit = self._credit.get(signal, START_CREDIT)
+            self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
 
     def _cost(self, length: int) -> float:
         """Return the expected seconds of a draft, by the nearest measured length."""
-        if not self._draft_s:
+        if not self._draft_s or length == 0:
             return 0.0
         nearest = min(self._draft_s, key=lambda n: abs(n - length))
         return self._draft_s[nearest] * length / max(nearest, 1)
@@ -246,15 +263,13 @@ class CostAwareSchedule:
     def _usual_signal(self) -> int:
         return max(self._by_signal, key=lambda s: self._by_signal[s].first_tested, default=0)
 
-    def _rate(
-        self, rows: Sequence[RowState], lengths: list[int], signals: list[int], draft_s: float
-    ) -> float:
+    def _rate(self, rows: Sequence[RowState], lengths: Sequence[int], signal: int) -> float:
         expected = len(rows) + sum(
             sum(self._survival(row.row_id, signal, length))
-            for row, signal, length in zip(rows, signals, lengths, strict=True)
+            for row, length in zip(rows, lengths, strict=True)
         )
-        seconds = self.costs.predict(len(rows) + sum(lengths), _context(rows)) + draft_s
-        return expected / seconds
+        seconds = self.costs.predict(len(rows) + sum(lengths), _context(rows))
+        return expected / (seconds + self._cost(max(lengths)))
 
     def _survival(self, row_id: int, signal: int, length: int) -> list[float]:
         """Return the probability that a row's first 1..length draft tokens are all accepted."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import tiny
-from dspark_hf.cli.bench import bench_app
+from dspark_hf.cli.app import app
 from dspark_hf.data import load_prompts
 
 
@@ -30,7 +30,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(*arguments: object) -> str:
-    result = CliRunner().invoke(bench_app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -98,12 +98,16 @@ def test_tables_are_printed_and_written_into_a_document(
     assert "old" not in text
 
 
-def test_a_mistake_ends_in_one_line_and_code_2(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    for arguments, message in (
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["generate", "--section", "poems"], "section must be one of"),
-        (["table", str(tmp_path / "none.json")], "none.json"),
-    ):
-        result = CliRunner().invoke(bench_app, arguments)
-        assert result.exit_code == 2
-        assert message in result.output
-        assert "Traceback" not in result.output
+        (["generate", "--model", "no/such/folder", "--output", "none.json"], "must be the path"),
+        (["table", "none.json"], "none.json"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output

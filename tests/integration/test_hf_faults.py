@@ -32,8 +32,10 @@ PERIOD = 7
 NEW_TOKENS = 24
 PROMPTS = [[150, 3], [151, 20, 9, 152], [80, 153, 60, 31, 16]]
 """Each ends in another cycle of tokens, preceded by tokens that are not part of it."""
-STEPS = range(PERIOD, PERIOD + 13)
-"""New tokens after which a stop completes: every place of a block of six, twice."""
+UNSAID = 111
+"""A token of none of the texts."""
+STEPS = range(PERIOD + 2, PERIOD + 9)
+"""New tokens after which a stop completes: every place of a block of six, and one more."""
 
 
 def repetitive_llama() -> PreTrainedModel:
@@ -127,7 +129,7 @@ def test_stop_strings_end_the_text_where_they_complete(subject: Subject, asked: 
         assert out.speculation[0].new_tokens == step + 1
         assert paths(out) == {"flat"}
         cuts += out.speculation[0].cut_rounds
-    assert cuts > len(STEPS) / 2, "stops were meant to fall inside accepted blocks"
+    assert cuts >= 3, "stops were meant to fall inside accepted blocks"
 
 
 def test_a_criterion_of_the_callers_ends_the_text_at_once(subject: Subject, asked: Asked) -> None:
@@ -139,7 +141,7 @@ def test_a_criterion_of_the_callers_ends_the_text_at_once(subject: Subject, aske
         assert out.speculation[0].new_tokens == step
         assert paths(out) == {"flat"}
         cuts += out.speculation[0].cut_rounds
-    assert cuts > len(STEPS) / 2, "stops were meant to fall inside accepted blocks"
+    assert cuts >= 3, "stops were meant to fall inside accepted blocks"
 
 
 def test_a_cache_of_earlier_turns_is_continued(subject: Subject, asked: Asked) -> None:
@@ -173,12 +175,15 @@ def test_guidance_is_decoded_in_the_models_own_loop(subject: Subject, asked: Ask
 
 
 def test_a_batch_is_speculated_row_by_row(subject: Subject, asked: Asked) -> None:
-    eos = [subject.new[0][4], subject.new[2][5]]
-    plain, out = run(subject, asked, PROMPTS, eos_token_id=eos, min_new_tokens=9)
+    tokenizer = toy_tokenizer()
+    stops = [tokenizer.decode(row[: 9 + 3 * i]) for i, row in enumerate(subject.new[:2])]
+    kwargs = {"stop_strings": stops, "tokenizer": tokenizer, "eos_token_id": UNSAID}
+    plain, out = run(subject, asked, PROMPTS, **kwargs)
     assert out.sequences.tolist() == plain.sequences.tolist()
+    assert [record.new_tokens for record in out.speculation] == [9, 12, NEW_TOKENS]
     assert paths(out) == {"flat"}
     assert all(record.accepted > 0 for record in out.speculation)
-    assert len({record.new_tokens for record in out.speculation}) > 1
+    assert any(record.cut_rounds for record in out.speculation)
 
 
 def test_several_sequences_a_prompt_are_speculated(subject: Subject, asked: Asked) -> None:
@@ -210,21 +215,17 @@ def test_embeddings_as_prompt_are_decoded_in_the_models_own_loop(
     assert paths(out) == {"transformers"}
 
 
-@pytest.mark.parametrize("eos", [None, 111, [111, 112]], ids=["none", "one", "two"])
+@pytest.mark.parametrize("eos", [None, UNSAID, [UNSAID, UNSAID + 1]], ids=["none", "one", "two"])
 def test_lookup_needs_no_end_token(subject: Subject, asked: Asked, eos: Any) -> None:
     plain, out = run(subject, asked, PROMPTS[:1], eos_token_id=eos)
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert out.speculation[0].accepted > 0
 
 
-@pytest.mark.parametrize("option", [{"output_hidden_states": True}, {"use_cache": False}])
-def test_what_only_the_models_own_loop_does_ignores_the_assistant(
-    subject: Subject, asked: Asked, option: dict[str, Any]
-) -> None:
-    if asked.kwargs and "use_cache" in option:
-        pytest.skip("Transformers refuses an assistant without a cache before any hook of ours")
-    plain, out = run(subject, asked, PROMPTS[:1], **option)
+def test_hidden_states_are_returned_by_the_models_own_loop(subject: Subject, asked: Asked) -> None:
+    plain, out = run(subject, asked, PROMPTS[:1], output_hidden_states=True)
     assert out.sequences.tolist() == plain.sequences.tolist()
+    assert len(out.hidden_states) == len(plain.hidden_states)
     assert paths(out) == {"transformers"}
 
 
@@ -252,8 +253,8 @@ def test_an_assistant_with_another_vocabulary_is_refused_as_transformers_refuses
 def test_early_exit_runs_in_transformers_assisted_loop_and_says_so(subject: Subject) -> None:
     plain, out = run(subject, Asked("lookup", {"assistant_early_exit": 2}), PROMPTS[:1])
     assert out.sequences.tolist() == plain.sequences.tolist()
-    assert subject.model.dspark.metrics.fallback_calls == 1
     assert paths(out) == {"transformers"}
+    assert subject.model.dspark.metrics.fallback_calls == 1
 
 
 def test_early_exit_is_given_up_where_transformers_assisted_loop_is_not_exact(

@@ -26,6 +26,8 @@ COUNTS = {
     "rechecks": 2, "flips": 1,
 }  # fmt: skip
 
+MACHINE = {"cpu": "Toy CPU", "cores": 2}
+
 
 class FakeClock:
     """Moves only when told to; CPU time runs at half the speed of wall time."""
@@ -89,9 +91,8 @@ def run_of(samples: list[Sample], section: str = "prompts", **changes: Any) -> d
 
 
 def file_of(**runs: dict[str, Any]) -> dict[str, Any]:
-    machine, model = {"cpu": "Toy CPU", "cores": 2}, {"name": "toy", "fingerprint": "aa"}
-    named = {key.replace("_", "-"): run for key, run in runs.items()}
-    return {"format": results.FORMAT, "machine": machine, "model": model, "runs": named}
+    held = results.new_results(MACHINE, {"name": "toy", "fingerprint": "aa"})
+    return {**held, "runs": {key.replace("_", "-"): run for key, run in runs.items()}}
 
 
 THREE_CALLS = [
@@ -132,7 +133,7 @@ def test_contenders_take_turns_on_each_item_before_the_next_one() -> None:
 
 
 def test_tokens_behind_a_rows_own_end_do_not_count() -> None:
-    batch = Item("batch", "batch", {"input_ids": torch.ones(3, 2, dtype=torch.long)}, 4)
+    batch = Item("batch", "batch", {"input_ids": torch.ones(3, 2)}, 4)
     sequences = torch.tensor([[1, 1, 4, 7, 7, 7], [1, 1, 4, 5, 6, 4], [1, 1, 8, 0, 0, 0]])
     contender = Contender("plain", SlowModel(FakeClock(), [], 0.0))
     assert new_tokens(sequences, batch, contender) == [[4, 7], [4, 5, 6, 4], [8]]
@@ -144,8 +145,8 @@ def test_percentiles_are_interpolated_and_missing_without_values() -> None:
 
 
 def test_a_ratio_compares_calls_of_the_same_item_and_repeat_only() -> None:
-    alone = sample("dspark-lookup", 3, 0.01)
-    assert paired_ratios([*THREE_CALLS, alone], "dspark-lookup") == [2.0, 4.0, 1.0]
+    calls = [*THREE_CALLS, sample("dspark-lookup", 3, 0.01)]
+    assert paired_ratios(calls, "dspark-lookup") == [2.0, 4.0, 1.0]
 
 
 def test_ratios_are_of_tokens_per_second_so_a_shorter_text_gains_nothing() -> None:
@@ -202,19 +203,19 @@ def compared(texts: list[list[int]], scores: list[list[float]]) -> list[list[Dif
     return found
 
 
-SCORES = [[0.0, 9.0, 1.0, 2.0], [20.0, 17.0, 20.05, 19.5], [3.0, 1.0, 1.0, 1.0]]
+SCORES = [[0.0, 9.0, 1.0, 2.0], [19.8, 17.0, 20.05, 19.5], [3.0, 1.0, 1.0, 1.0]]
 
 
 def test_the_margin_is_the_baselines_own_at_its_own_step() -> None:
     own, same, near, far = compared([[1, 2, 0], [1, 0, 0], [1, 3]], SCORES)
-    assert (own, same) == ([], [])
-    assert near[0].is_near_tie
-    assert near[0].margin == pytest.approx(0.05, abs=1e-4)
+    assert (own, same, near[0].is_near_tie) == ([], [], True)
+    assert near[0].margin == pytest.approx(0.25, abs=1e-4)
+    # Two steps of bfloat16, in which scores from 16 to 32 lie 0.125 apart.
+    assert near[0].margin_limit == 0.25
     assert not far[0].is_near_tie
     assert (far[0].index, far[0].plain_token, far[0].token) == (1, 2, 3)
     assert far[0].margin == pytest.approx(0.55, abs=1e-4)
-    assert far[0].margin_steps == pytest.approx(0.55 / 0.125, abs=0.01)
-    assert far[0].top_gap == pytest.approx(0.05, abs=1e-4)
+    assert far[0].top_gap == pytest.approx(0.25, abs=1e-4)
 
 
 def test_an_early_end_or_a_baseline_that_changes_its_mind_is_no_near_tie() -> None:
@@ -328,7 +329,7 @@ def test_saving_keeps_other_entries_and_one_line_per_call(tmp_path: Path) -> Non
     ("machine", "model", "message"),
     [
         ({"cpu": "Other", "cores": 2}, {"fingerprint": "aa"}, "results of this machine"),
-        ({"cpu": "Toy CPU", "cores": 2}, {"fingerprint": "bb"}, "results of this model"),
+        (MACHINE, {"fingerprint": "bb"}, "results of this model"),
     ],
 )
 def test_results_of_another_machine_or_model_are_never_mixed(
@@ -347,13 +348,13 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_a_table_shows_the_baseline_beside_every_number_and_its_conditions_below() -> None:
-    differing = sample("dspark-lookup", 3, 1.0, differences=[Difference(0, 4, 1, 2, 0.25, 2.0)])
+    differing = sample("dspark-lookup", 3, 1.0, differences=[Difference(0, 4, 1, 2, 0.25, 0.1)])
     held = file_of(prompts_bfloat16=run_of([*THREE_CALLS, sample("plain", 3), differing]))
     lines = tables.as_markdown(tables.all_tables(held)["prompts-bfloat16"]).splitlines()
     assert lines[1].startswith("| --- | --- | ---: |")
     assert lines[2].startswith("| chat | plain | 15.0 |")
     assert "| 1.50x | 1.00-2.80 |" in lines[3]
-    assert lines[3].endswith("| 2.11 | 3/4, 1 others (margin to 0.250, 2 steps) |")
+    assert lines[3].endswith("| 2.11 | 3/4, 1 others, margin to 0.25 |")
     assert lines[5] == (
         "prompts: toy, bfloat16; 1 x 3 calls each; Toy CPU, 2 cores, 2 threads, load 0.10 to ?; "
         "torch 2.13, transformers 5.24; 2031-05-06."

@@ -1,0 +1,71 @@
+"""Packed attention against the reference.
+
+Regimes: one query and several; one head per group, grouped and a single key head; unequal value
+width; a slice of a longer cache whose unused part is NaN (a kernel that reads it shows); masks
+with ragged rows; soft-cap; sinks. Float32 to rounding, bfloat16 to its own.
+"""
+
+import pytest
+import torch
+from dspark_kernels.ragged_attention.op import pack_mask, packed_attention
+from dspark_kernels.ragged_attention.reference import packed_attention_reference
+
+RELATIVE_RMS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""float32: sums of a few hundred terms; bfloat16: the inputs' own 8 bits of mantissa."""
+
+SHAPES = {
+    "one-query": (1, 4, 4, 1, 8, 8, 17),
+    "grouped": (2, 6, 2, 1, 16, 16, 33),
+    "single-key-head": (3, 4, 1, 5, 8, 8, 40),
+    "odd": (2, 9, 3, 7, 24, 24, 65),
+    "latent-values": (1, 4, 4, 3, 24, 12, 20),
+}
+
+
+def make_inputs(shape, dtype, seed=0):
+    rows, heads, kv_heads, queries, dim, value_dim, length = shape
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(rows, heads, queries, dim, generator=generator).to(dtype)
+    cache = torch.full((rows, kv_heads, length + 11, dim), torch.nan, dtype=dtype)
+    cache[:, :, :length] = torch.randn(rows, kv_heads, length, dim, generator=generator).to(dtype)
+    values = torch.full((rows, kv_heads, length + 11, value_dim), torch.nan, dtype=dtype)
+    values[:, :, :length] = torch.randn(rows, kv_heads, length, value_dim, generator=generator)
+    past = torch.randint(0, length - queries + 1, (rows,), generator=generator)
+    place = past[:, None] + torch.arange(queries)
+    visible = torch.arange(length)[None, None] <= place[..., None]
+    return query, cache[:, :, :length], values[:, :, :length], visible
+
+
+def relative_rms(ours, expected):
+    return float((ours.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("dtype", RELATIVE_RMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (5.0, False), (None, True)])
+def test_packed_attention_equals_the_reference(shape, dtype, softcap, with_sinks):
+    query, keys, values, visible = make_inputs(shape, dtype)
+    sinks = torch.linspace(-1, 2, shape[1]) if with_sinks else None
+    mask = pack_mask(visible, shape[1] // shape[2], dtype)
+    form = {"scale": 0.3, "softcap": softcap, "sinks": sinks}
+    ours = packed_attention(query, keys, values, mask, **form)
+    expected = packed_attention_reference(query, keys, values, visible, **form)
+    assert ours.shape == expected.shape
+    assert relative_rms(ours, expected) <= RELATIVE_RMS[dtype]
+
+
+def test_without_a_mask_everything_is_visible():
+    query, keys, values, visible = make_inputs(SHAPES["grouped"], torch.float32)
+    ours = packed_attention(query, keys, values, None, scale=0.3)
+    expected = packed_attention_reference(
+        query, keys, values, torch.ones_like(visible), scale=0.3
+    )
+    assert relative_rms(ours, expected) <= RELATIVE_RMS[torch.float32]
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    query, keys, values, visible = make_inputs(SHAPES["odd"], torch.float32)
+    mask = pack_mask(visible, 3, torch.float32)
+    together = packed_attention(query, keys, values, mask, scale=0.3)
+    alone = packed_attention(query[1:], keys[1:], values[1:], mask[1:], scale=0.3)
+    assert torch.equal(together[1:], alone)
