@@ -12,8 +12,9 @@ export TOKENIZERS_PARALLELISM ?= false
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
-# One thread per worker, so that workers share the cores instead of fighting for them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+# One thread per worker, so that workers share the cores instead of fighting for them. Tests of one
+# group share a worker and with it the real model's plain text, which takes minutes to generate.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 .PHONY: help install model test check demo bench test-oldest clean
 

@@ -1,11 +1,18 @@
 """dspark_hf: the same generate() call, the same tokens, sooner."""
 
-from dspark_hf.config import DSparkConfig
-from dspark_hf.drafting.base import Drafter
-from dspark_hf.metrics import SpeculationRecord
-from dspark_hf.model import DSparkForCausalLM
-from dspark_hf.values import DraftRequest, Proposal
+from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.drafting.base import Drafter
+    from dspark_hf.metrics import SpeculationRecord
+    from dspark_hf.model import DSparkForCausalLM
+    from dspark_hf.values import DraftRequest, Proposal
+
+__version__ = "0.1.0"
 __all__ = [
     "DSparkConfig",
     "DSparkForCausalLM",
@@ -14,3 +21,19 @@ __all__ = [
     "Proposal",
     "SpeculationRecord",
 ]
+
+_HOMES = {
+    "DSparkConfig": "config",
+    "DSparkForCausalLM": "model",
+    "DraftRequest": "values",
+    "Drafter": "drafting.base",
+    "Proposal": "values",
+    "SpeculationRecord": "metrics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use: torch and Transformers take seconds to import."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from dspark_hf.config import MOST_DRAFT_TOKENS
 from dspark_hf.drafting.lookup import LookupDrafter
 from dspark_hf.drafting.resolve import model_drafter, special_ids
 from dspark_hf.eligibility import cached_tokens
@@ -13,6 +15,7 @@ from dspark_hf.errors import CheckpointError
 from dspark_hf.processing import PER_ROW_CRITERIA, STATELESS
 
 if TYPE_CHECKING:
+    from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.generation import Call
 
@@ -58,6 +61,14 @@ def assistant_drafter(
         except CheckpointError:
             return None
     return known[key]
+
+
+def with_lookup_length(settings: DSparkConfig, config: GenerationConfig) -> DSparkConfig:
+    """Return the settings with the draft length a call's `prompt_lookup_num_tokens` asks for."""
+    wanted = config.prompt_lookup_num_tokens
+    if wanted is None or not 1 <= wanted <= MOST_DRAFT_TOKENS:
+        return settings
+    return replace(settings, max_draft_tokens=wanted)
 
 
 def can_assist(model: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> bool:

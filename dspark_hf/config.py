@@ -14,6 +14,8 @@ from dspark_hf.errors import ConfigError
 ACCEPTANCE = ("rejection", "coupled")
 SCHEDULES = ("auto", "fixed")
 EXACTNESS = ("plain", "recheck")
+MOST_DRAFT_TOKENS = 64
+"""Longest draft; beyond it no measured step cost lets a longer one pay."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,11 @@ class DSparkConfig:
         never_slower: With "auto", stop drafting where it does not pay and probe again later.
         exactness: "plain" trusts the verify forward; "recheck" decides near-ties (margin below
             `recheck_margin`) by a one-token forward, for 16-bit models.
-        recheck_margin: Gap between the two best logits under which "recheck" looks again, in
-            logit units.
-        seed: Key of the per-row random streams; None draws one from torch's global generator, so
-            `torch.manual_seed` makes a call reproducible.
+        recheck_margin: Gap between the two best scores up to which "recheck" looks again, in
+            logit units; two steps of the model's type at that score always count.
+        seed: Key of the per-row random streams; None draws one from torch's global generator.
+            With "coupled" the same seed gives the same text; with "rejection" so long as the
+            draft lengths are the same (`schedule="fixed"`), as "auto" follows measured times.
     """
 
     acceptance: str = "rejection"
@@ -52,19 +55,20 @@ class DSparkConfig:
         if (
             not isinstance(self.max_draft_tokens, int)
             or isinstance(self.max_draft_tokens, bool)
-            or not 1 <= self.max_draft_tokens <= 64
+            or not 1 <= self.max_draft_tokens <= MOST_DRAFT_TOKENS
         ):
             raise ConfigError(
-                f"max_draft_tokens must be an integer from 1 to 64; got {self.max_draft_tokens!r}. "
-                "To decode without drafting, pass drafter=None."
+                f"max_draft_tokens must be an integer from 1 to {MOST_DRAFT_TOKENS}; got "
+                f"{self.max_draft_tokens!r}. To decode without drafting, pass drafter=None."
             )
         if not isinstance(self.never_slower, bool):
             raise ConfigError(f"never_slower must be True or False; got {self.never_slower!r}.")
-        if not self.recheck_margin >= 0:
+        if not _is_number(self.recheck_margin) or not self.recheck_margin >= 0:
             raise ConfigError(
                 f"recheck_margin must be a number of at least 0; got {self.recheck_margin!r}."
             )
-        if self.seed is not None and not isinstance(self.seed, int):
+        is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if self.seed is not None and not is_integer:
             raise ConfigError(f"seed must be an integer or None; got {self.seed!r}.")
 
     @classmethod
@@ -99,13 +103,20 @@ class DSparkConfig:
         Raises:
             ConfigError: If the file does not hold a mapping, or as `from_dict`.
         """
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} must be a YAML file; reading it failed: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(
                 f"{path} must hold a mapping of setting names to values; got a "
                 f"{type(values).__name__}."
             )
         return cls.from_dict(values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

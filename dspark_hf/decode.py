@@ -14,7 +14,8 @@ import torch
 from dspark_hf.errors import CheckpointError
 from dspark_hf.values import DraftRequest, Feed, Proposal
 from dspark_hf.verification.acceptance import Decision
-from dspark_hf.verification.schedule import RowOutcome, RowState, Schedule
+from dspark_hf.verification.schedule import RowOutcome, RowState
+from dspark_hf.verification.ties import margin_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.rows import Row
     from dspark_hf.targets.base import Target
+    from dspark_hf.verification.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """When two scores are too close to trust a forward of several tokens.
+
+    Attributes:
+        dtype: Type the target computes in.
+        margin: Least gap that is trusted, in logit units; a gap within rounding never is.
+    """
+
+    dtype: torch.dtype
+    margin: float
+
+    def is_near_tie(self, scores: torch.Tensor) -> bool:
+        """Tell whether the two best of the scores (V,) are too close."""
+        best, second = scores.topk(2).values.tolist()
+        return bool(best - second <= margin_limit(self.dtype, best, self.margin))
 
 
 @dataclass
@@ -33,8 +53,7 @@ class Decoder:
         drafter: Who guesses; None for plain decoding.
         schedule: How many guesses are made and verified.
         vocab_size: Token ids the target knows.
-        recheck_margin: Two best scores closer than this are decided by a one-token forward;
-            None never looks again.
+        recheck: Decides near-ties of greedy rows by a one-token forward; None never looks again.
         prefill_tokens: Most prompt tokens fed at once; None for all.
     """
 
@@ -42,7 +61,7 @@ class Decoder:
     drafter: Drafter | None
     schedule: Schedule
     vocab_size: int
-    recheck_margin: float | None = None
+    recheck: Recheck | None = None
     prefill_tokens: int | None = None
 
     def start(self, rows: Sequence[Row]) -> None:
@@ -126,6 +145,11 @@ class Decoder:
                 for i in places
             ]
         )
+        if len(answers) != len(places):
+            raise CheckpointError(
+                f"drafter {self.drafter.name!r} must return one proposal per request; got "
+                f"{len(answers)} for {len(places)}. Return an empty Proposal() to say nothing."
+            )
         for i, answer in zip(places, answers, strict=True):
             proposals[i] = self._checked(answer, asked[i])
         longest = max(len(proposal.ids) for proposal in proposals)
@@ -171,7 +195,7 @@ class Decoder:
             draft = proposal.ids[k] if k < length else None
             raw, is_rechecked = logits[k], False
             scores = raw if is_plain else row.processors(row.prefix, raw)
-            if length and row.greedy and self._is_near_tie(scores):
+            if length and row.greedy and self.recheck and self.recheck.is_near_tie(scores):
                 choice, is_rechecked = int(scores.argmax()), True
                 raw = self._step_alone(row)
                 scores = row.processors(row.prefix, raw)
@@ -186,12 +210,6 @@ class Decoder:
             # What was verified behind a rechecked token saw the cache before it was put right.
             if row.finished or is_rechecked or not decision.accepted:
                 return k, decision.accepted
-
-    def _is_near_tie(self, scores: torch.Tensor) -> bool:
-        if self.recheck_margin is None:
-            return False
-        top = scores.topk(2).values
-        return float(top[0] - top[1]) < self.recheck_margin
 
     def _step_alone(self, row: Row) -> torch.Tensor:
         """Feed the row's newest token alone, as plain decoding does, and return its logits."""

@@ -15,7 +15,9 @@ from dspark_hf import compat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import GenerationConfig, PreTrainedModel
+    from dspark_hf.generation import Call
+
+    from transformers import PreTrainedModel
 
 KNOWN_INPUTS = frozenset(
     {
@@ -26,30 +28,25 @@ KNOWN_INPUTS = frozenset(
 """Keywords of the model's forward that the ragged forward understands."""
 
 
-def settings_refusal(
-    model: PreTrainedModel, generation_config: GenerationConfig, batch_size: int, **call: Any
-) -> str | None:
+def settings_refusal(model: PreTrainedModel, call: Call) -> str | None:
     """Say which setting of a call needs the model's own loop.
 
     Args:
         model: The wrapped model.
-        generation_config: As generate() prepared it.
-        batch_size: Rows, expanded.
-        **call: `synced_gpus` and `streamer` of the call.
+        call: As generate() prepared it.
 
     Returns:
         str | None: The reason, or None.
     """
-    config = generation_config
+    config, batch_size = call.generation_config, call.input_ids.shape[0]
     checks = [
         (model.config.is_encoder_decoder, "encoder-decoder models"),
-        (bool(getattr(config, "is_assistant", False)), "this call drafts for another model"),
         (not config.use_cache, "use_cache=False"),
         (bool(config.output_attentions), "output_attentions=True"),
         (bool(config.output_hidden_states), "output_hidden_states=True"),
-        (bool(call.get("synced_gpus")), "synced_gpus"),
+        (bool(call.synced_gpus), "synced_gpus"),
         (config.cache_implementation not in (None, "dynamic"), "cache_implementation"),
-        (batch_size > 1 and call.get("streamer") is not None, "a streamer with several rows"),
+        (batch_size > 1 and call.streamer is not None, "a streamer with several rows"),
         (_overrides_inputs(model), "prepare_inputs_for_generation is replaced on this model"),
     ]
     return next((reason for is_met, reason in checks if is_met), None)

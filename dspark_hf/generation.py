@@ -56,6 +56,7 @@ class Call:
     generation_config: GenerationConfig
     streamer: Any
     model_kwargs: dict[str, Any]
+    synced_gpus: bool = False
 
     @property
     def cache(self) -> Cache | None:
@@ -120,7 +121,8 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
     wants_cache = call.generation_config.return_dict_in_generate or compat.is_user_cache(call.cache)
     held, held_rows = cached_tokens(call.cache), list(rows)
     try:
-        if held > 0:
+        is_shared = compat.is_user_cache(call.cache) and len(rows) == 1
+        if held > 0 or is_shared:
             decoder.target.adopt(rows[0].row_id, cast("Cache", call.cache), rows[0].ids[:held])
         decoder.start(rows)
         while active := [row for row in held_rows if not row.finished]:

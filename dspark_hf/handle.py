@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_hf import compat
-from dspark_hf.decode import Decoder
+from dspark_hf.decode import Decoder, Recheck
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.targets.select import Choice, choose_target
 from dspark_hf.values import Feed
@@ -68,18 +68,19 @@ class DSparkHandle:
 
     def target_choice(self) -> Choice:
         """Return which target the model gets, checking it the first time."""
-        key = (self.model.dtype, compat.attention_name(self.model))
-        if key not in self._choices:
-            choice = choose_target(self.model)
-            self._choices[key] = choice
-            if choice.path != "flat":
-                logger.warning(
-                    "%s runs on the %s: %s.",
-                    type(self.model).__name__,
-                    "rowwise target" if choice.path else "model's own loop",
-                    choice.reason,
-                )
-        return self._choices[key]
+        with self.lock:
+            key = (self.model.dtype, compat.attention_name(self.model))
+            if key not in self._choices:
+                choice = choose_target(self.model)
+                self._choices[key] = choice
+                if choice.path != "flat":
+                    logger.warning(
+                        "%s runs on the %s: %s.",
+                        type(self.model).__name__,
+                        "rowwise target" if choice.path else "model's own loop",
+                        choice.reason,
+                    )
+            return self._choices[key]
 
     def decoder(
         self, drafter: Drafter | None, config: DSparkConfig, num_positions: int, **options: Any
@@ -90,19 +91,20 @@ class DSparkHandle:
             drafter: Who drafts.
             config: Settings of the call.
             num_positions: Tokens its longest row may reach.
-            **options: `prefill_tokens` and `is_greedy` of the call.
+            **options: `prefill_tokens` of the call.
 
         Returns:
             Decoder: With an empty target.
         """
         size = min(max(num_positions + config.max_draft_tokens, MIN_POSITIONS), MAX_POSITIONS)
-        recheck = config.exactness == "recheck" and self.model.dtype != torch.float32
+        is_half = self.model.dtype not in (torch.float32, torch.float64)
+        recheck = config.exactness == "recheck" and is_half
         return Decoder(
-            target=self.target_choice().build(self.model, size),
+            target=self.target_choice().build(self.model, size, like_plain=recheck),
             drafter=drafter,
             schedule=self._schedule(drafter, config),
             vocab_size=int(compat.text_config(self.model).vocab_size),
-            recheck_margin=config.recheck_margin if recheck else None,
+            recheck=Recheck(self.model.dtype, config.recheck_margin) if recheck else None,
             prefill_tokens=options.get("prefill_tokens"),
         )
 
@@ -142,6 +144,7 @@ class DSparkHandle:
             seconds: dict[int, list[float]] = {width: [] for width in widths}
             for _ in range(repeats):
                 for width in widths:
+                    target.hold(0)
                     begin = perf_counter()
                     logits = target.forward([Feed(0, [1] * width, width)])[0]
                     logits.argmax(dim=-1).tolist()

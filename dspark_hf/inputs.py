@@ -46,7 +46,7 @@ def check_inputs(model: PreTrainedModel, inputs: Any, kwargs: Mapping[str, Any])
                 "Remove the rows, or start them from a beginning-of-text token."
             )
     _check_ids(model, ids)
-    _check_length(model, ids, mask, kwargs)
+    _check_prompt(model, ids, mask)
 
 
 def _check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
@@ -62,22 +62,44 @@ def _check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
         )
 
 
-def _check_length(
-    model: PreTrainedModel, ids: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
-) -> None:
-    limit, is_table = position_limit(model)
-    if limit is None or model.config.is_encoder_decoder:
-        return
-    longest = ids.shape[1]
-    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
-        longest = int(mask.sum(dim=-1).max())
-    if longest > limit:
+def _check_prompt(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> None:
+    limit, _ = position_limit(model)
+    longest = _longest(ids, mask)
+    if limit is not None and longest > limit and not model.config.is_encoder_decoder:
         raise CapacityError(
             f"a prompt must fit the model's {limit} positions; got {longest} tokens. Shorten it."
         )
-    wanted = kwargs.get("max_new_tokens")
-    if is_table and isinstance(wanted, int) and longest + wanted - 1 > limit:
+
+
+def check_room(
+    model: PreTrainedModel, ids: torch.Tensor, model_kwargs: Mapping[str, Any], config: Any
+) -> None:
+    """Refuse a continuation for which a learned position table has no rows.
+
+    Args:
+        model: The target.
+        ids: Prompts, of shape (B, length).
+        model_kwargs: Keywords prepared for the model's forward.
+        config: Generation settings as generate() prepared them.
+
+    Raises:
+        CapacityError: If the longest row may get more tokens than there are positions.
+    """
+    limit, is_table = position_limit(model)
+    if limit is None or not is_table or model.config.is_encoder_decoder or not config.max_length:
+        return
+    longest = _longest(ids, model_kwargs.get("attention_mask"))
+    wanted = config.max_length - ids.shape[1]
+    # The newest token is never fed.
+    if longest + wanted - 1 > limit:
         raise CapacityError(
             f"prompt and new tokens must fit the model's {limit} learned positions; got {longest} "
             f"+ {wanted}. Lower max_new_tokens to {max(limit - longest + 1, 0)}."
         )
+
+
+def _longest(ids: torch.Tensor, mask: Any) -> int:
+    """Return the longest prompt, in tokens, padding not counted."""
+    if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        return int(mask.sum(dim=-1).max())
+    return ids.shape[1]

@@ -6,25 +6,30 @@ import functools
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from dspark_hf import generation
-from dspark_hf.assist import assistant_drafter, can_assist, unsafe_for_assisting
+from dspark_hf import takeover
+from dspark_hf.assist import (
+    assistant_drafter,
+    can_assist,
+    unsafe_for_assisting,
+    with_lookup_length,
+)
 from dspark_hf.config import DSparkConfig
 from dspark_hf.drafting.resolve import resolve_drafter
-from dspark_hf.eligibility import inputs_refusal, settings_refusal
 from dspark_hf.errors import ConfigError
+from dspark_hf.generation import Call
 from dspark_hf.handle import DSparkHandle
 from dspark_hf.inputs import check_inputs
-from dspark_hf.metrics import SpeculationRecord
-from dspark_hf.processing import RowProcessors, refusal
 
 if TYPE_CHECKING:
-    from dspark_hf.drafting.base import Drafter
+    import torch
 
-_call_config: ContextVar[DSparkConfig | None] = ContextVar("dspark_call_config", default=None)
+_call_settings: ContextVar[tuple[Any, DSparkConfig | None]] = ContextVar(
+    "dspark_call_settings", default=(None, None)
+)
+"""The model whose generate() runs and the settings that call brought."""
 
 
 class DSparkForCausalLM:
@@ -153,8 +158,9 @@ class DSparkForCausalLM:
         """Move the model, and a drafting model with it."""
         moved = super().to(*args, **kwargs)  # type: ignore[misc]
         drafting_model = getattr(self.dspark.drafter, "model", None)
-        if isinstance(drafting_model, PreTrainedModel):
-            drafting_model.to(*args, **kwargs)
+        if isinstance(drafting_model, PreTrainedModel) and drafting_model is not self:
+            # By the plain method: two models may draft for each other.
+            PreTrainedModel.to(drafting_model, *args, **kwargs)
         return moved
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -177,11 +183,14 @@ class DSparkForCausalLM:
         if settings is not None and not isinstance(settings, DSparkConfig):
             raise ConfigError(f"dspark must be a DSparkConfig; got {settings!r}.")
         check_inputs(cast("PreTrainedModel", self), inputs, kwargs)
-        token = _call_config.set(settings or _call_config.get())
+        running, outer = _call_settings.get()
+        # Token healing calls generate() from within: the outer call's settings hold there too.
+        inherited = outer if running is self and settings is None else settings
+        token = _call_settings.set((self, inherited))
         try:
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
-            _call_config.reset(token)
+            _call_settings.reset(token)
 
     def _validate_generation_mode(self, mode: Any, config: Any, mode_kwargs: Any) -> None:
         if mode == GenerationMode.ASSISTED_GENERATION and can_assist(self, config, mode_kwargs):
@@ -198,25 +207,16 @@ class DSparkForCausalLM:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
         own = functools.partial(
             super()._sample,  # type: ignore[misc]
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
+            *prepared,
             synced_gpus,
             streamer,
             **model_kwargs,
         )
-        call = generation.Call(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-        )
-        return self._decode_call(call, self.dspark.drafter, own, synced_gpus=synced_gpus)
+        call = Call(*prepared, streamer, model_kwargs, synced_gpus)
+        return takeover.decode_call(self.dspark, self._settings(), call, self.dspark.drafter, own)
 
     def _assisted_decoding(
         self,
@@ -232,70 +232,71 @@ class DSparkForCausalLM:
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        prepared = (
-            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-        )  # fmt: skip
-        assist = {"assistant_model": assistant_model, "assistant_tokenizer": assistant_tokenizer}
-        drafter = assistant_drafter(self, generation_config, tokenizer=tokenizer, **assist)
-        call = generation.Call(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+        call = Call(*prepared, streamer, model_kwargs, synced_gpus)
+        assist = {
+            "assistant_model": assistant_model,
+            "assistant_tokenizer": assistant_tokenizer,
+            "tokenizer": tokenizer,
+        }
+        own = functools.partial(
+            super()._sample,  # type: ignore[misc]
+            *prepared,
+            synced_gpus,
             streamer,
-            model_kwargs,
+            **model_kwargs,
         )
-        if drafter is None:
-            problem = unsafe_for_assisting(call)
-            if problem is None:
-                self.dspark.warn_once(
-                    "Only Transformers' own loop knows how this call is assisted; it runs there."
-                )
-                return super()._assisted_decoding(  # type: ignore[misc]
-                    *prepared, inputs_tensor, tokenizer=tokenizer, **assist, **model_kwargs
-                )
+        drafter = assistant_drafter(self, generation_config, **assist)
+        if drafter is not None:
+            settings = with_lookup_length(self._settings(), generation_config)
+            return takeover.decode_call(self.dspark, settings, call, drafter, own)
+        problem = unsafe_for_assisting(call)
+        if problem is not None:
             self.dspark.warn_once(
                 f"The assistant of this call is ignored: Transformers' assisted loop is not exact "
                 f"with {problem}."
             )
-            drafter = self.dspark.drafter
-        own = functools.partial(super()._sample, *prepared, **model_kwargs)  # type: ignore[misc]
-        return self._decode_call(call, drafter, own, synced_gpus=synced_gpus)
+            return takeover.decode_call(
+                self.dspark, self._settings(), call, self.dspark.drafter, own
+            )
+        assisted = functools.partial(
+            super()._assisted_decoding,  # type: ignore[misc]
+            *prepared,
+            synced_gpus,
+            streamer,
+            inputs_tensor,
+            **assist,
+            **model_kwargs,
+        )
+        reason = "only Transformers knows how this call is assisted"
+        return takeover.run_own_loop(self.dspark, reason, generation_config, input_ids, assisted)
 
-    def _decode_call(
-        self, call: generation.Call, drafter: Drafter | None, own: Any, *, synced_gpus: bool
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Decode a prepared call here, or in the model's own loop with one line saying why."""
-        handle, model = self.dspark, cast("PreTrainedModel", self)
-        config = _call_config.get() or handle.config
-        batch_size, max_length = call.input_ids.shape[0], call.generation_config.max_length
-        with handle.lock:
-            reason = (
-                settings_refusal(
-                    model,
-                    call.generation_config,
-                    batch_size,
-                    synced_gpus=synced_gpus,
-                    streamer=call.streamer,
-                )
-                or refusal(call.processors, call.criteria, batch_size)
-                or inputs_refusal(model, call.input_ids, call.model_kwargs, max_length)
-                or _target_refusal(handle, config, call)
-            )
-            if reason is not None:
-                handle.metrics.count_fallback(reason)
-                handle.warn_once(f"This call runs in the model's own loop: {reason}.")
-                return _with_records(own(), call.input_ids)
-            decoder = handle.decoder(
-                drafter,
-                config,
-                max_length or call.input_ids.shape[1],
-                prefill_tokens=call.generation_config.prefill_chunk_size,
-            )
-            rows = generation.make_rows(model, call, config)
-            output = generation.decode(model, call, rows, decoder)
-            handle.metrics.add([row.record for row in rows])
-        return output
+        beams = functools.partial(
+            super()._beam_search,  # type: ignore[misc]
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            *args,
+            **kwargs,
+        )
+        return takeover.run_own_loop(
+            self.dspark, "beam search", generation_config, input_ids, beams
+        )
+
+    def _settings(self) -> DSparkConfig:
+        """Return the settings of the running call: its own, else the model's."""
+        model, settings = _call_settings.get()
+        return settings if model is self and settings is not None else self.dspark.config
 
 
 @functools.cache
@@ -307,29 +308,3 @@ def _swapped(base: Any) -> Any:
 def _rebuild(base: Any) -> Any:
     cls = _swapped(base)
     return cls.__new__(cls)
-
-
-def _target_refusal(
-    handle: DSparkHandle, config: DSparkConfig, call: generation.Call
-) -> str | None:
-    choice = handle.target_choice()
-    if choice.path is None:
-        return f"drafts cannot be verified exactly ({choice.reason})"
-    if choice.path == "rowwise" and call.input_ids.shape[0] > 1 and config.never_slower:
-        return (
-            "several rows of this architecture would run one by one, slower than in one batch; "
-            "never_slower=False speculates all the same"
-        )
-    recheck = config.exactness == "recheck" and not call.generation_config.do_sample
-    if recheck and not RowProcessors.of(call.processors, 0, 1).is_stateless:
-        return 'exactness="recheck" asks processors twice, and one of them may keep state'
-    return None
-
-
-def _with_records(output: Any, input_ids: torch.Tensor) -> Any:
-    if not isinstance(output, torch.Tensor):
-        new = output["sequences"].shape[1] - input_ids.shape[1]
-        output.speculation = [
-            SpeculationRecord(path="transformers", new_tokens=new) for _ in range(len(input_ids))
-        ]
-    return output

@@ -44,7 +44,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.tiny and arguments.model is None:
         parser.error("pass --model or --tiny")
-    model = _tiny_model() if arguments.tiny else AutoModelForCausalLM.from_pretrained(arguments.model)
+    model = (
+        _tiny_model() if arguments.tiny else AutoModelForCausalLM.from_pretrained(arguments.model)
+    )
     prompt = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5]])
     settings = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(prompt, **settings)

@@ -16,9 +16,8 @@ from dspark_hf.demo_model import prepare_smollm2
 
 
 def pytest_configure() -> None:
-    """Give each xdist worker one thread; several workers with a pool each fight for the cores."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    """Use one thread: workers with a pool each fight for the cores; tiny models need none."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

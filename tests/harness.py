@@ -1,4 +1,4 @@
-"""What the integration tests share: wrap for a while, compare with plain, count, a toy tokenizer."""
+"""What the integration tests share: wrap for a while, run, count forwards, a toy tokenizer."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def toy_tokenizer(eos: int | None = None) -> PreTrainedTokenizerFast:
     """
     pairs = [LETTERS[i // 13] + LETTERS[i % 13] for i in range(VOCAB)]
     pairs[0] = "<pad>"
-    backend = Tokenizer(models.WordLevel({pair: i for i, pair in enumerate(pairs)}, unk_token="ab"))
+    backend = Tokenizer(models.WordLevel({pair: i for i, pair in enumerate(pairs)}, unk_token="ab"))  # noqa: S106 - text
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token="<pad>",
+        pad_token="<pad>",  # noqa: S106 - text, no secret
         eos_token=None if eos is None else pairs[eos],
         padding_side="left",
     )

@@ -108,6 +108,7 @@ def dspark_attention(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         kwargs.get("softcap"),
         kwargs.get("s_aux"),
+        cache.like_plain,
     )
     outs, first_key = [], 0
     for group in cache.step.groups:
@@ -134,6 +135,14 @@ class _Form:
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
+    like_plain: bool
+
+    def is_unpacked(self, num_rows: int, num_queries: int) -> bool:
+        """Tell whether a group is attended without packing heads, as Transformers does it."""
+        if self.softcap is not None or self.sinks is not None:
+            return False
+        is_single = num_rows == 1 and num_queries == 1
+        return num_queries > MAX_PACKED_QUERIES or (self.like_plain and is_single)
 
 
 def _attend_rows(
@@ -148,7 +157,7 @@ def _attend_rows(
     if gather is not None:
         query = query.index_select(2, gather[0])
     query = query.reshape(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
-    if query.shape[2] > MAX_PACKED_QUERIES and form.softcap is None and form.sinks is None:
+    if form.is_unpacked(num_rows, query.shape[2]):
         visible = group.visible(form.window, query.device)
         mask = None if visible is None else visible[:, None]
         out = F.scaled_dot_product_attention(

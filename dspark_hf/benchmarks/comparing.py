@@ -92,6 +92,26 @@ def compare(
     ]
 
 
+def count_unlike(outcomes: Sequence[Outcome], baseline: str) -> dict[str, int]:
+    """Count texts that differ from those of another contender than plain decoding.
+
+    Args:
+        outcomes: Of one contest.
+        baseline: The contender compared with.
+
+    Returns:
+        dict[str, int]: Differing texts of every other contender, over items and repeats.
+    """
+    theirs = {(o.item, o.repeat): o.texts for o in outcomes if o.contender == baseline}
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.contender != baseline:
+            pairs = zip(theirs[outcome.item, outcome.repeat], outcome.texts, strict=True)
+            unlike = sum(one != other for one, other in pairs)
+            counts[outcome.contender] = counts.get(outcome.contender, 0) + unlike
+    return counts
+
+
 def baseline_logits(plain: Contender) -> StepLogits:
     """Return a function that decodes an item once more and keeps the scores of its steps.
 

@@ -152,14 +152,18 @@ def decoding_only(contender: Contender, item: Item, clock: Clock) -> dict[str, A
         clock,
     )
     # The prompt arrives first, then each token.
-    first, last = all_of_it.times[1], all_of_it.times[-1]
+    prompt, first, last = all_of_it.times[0], all_of_it.times[1], all_of_it.times[-1]
     texts = new_tokens(long.result, item, contender)
     return {
         "wall_s": last[0] - first[0],
         "cpu_s": last[1] - first[1],
         "num_tokens": len(texts[0]) - 1,
         "texts": texts,
-        "details": {"one_token_s": short.wall_s, "subtracted_s": long.wall_s - short.wall_s},
+        "details": {
+            "first_token_s": first[0] - prompt[0],
+            "one_token_s": short.wall_s,
+            "subtracted_s": long.wall_s - short.wall_s,
+        },
     }
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.benchmarks import contenders as who
 from dspark_hf.benchmarks import prompts as what
-from dspark_hf.benchmarks.comparing import baseline_logits, compare
+from dspark_hf.benchmarks.comparing import baseline_logits, compare, count_unlike
 from dspark_hf.benchmarks.contest import (
     Item,
     Measure,
     Observer,
+    Outcome,
     decoding_only,
     hold,
     whole_call,
@@ -73,12 +74,14 @@ class SectionResult:
     Attributes:
         samples: Every timed call.
         excluded: Contenders that could not run, with the reason.
+        outcomes: The same calls with their texts, which the file does not keep.
         extra: Summaries that only this section has.
     """
 
     samples: list[Sample]
     excluded: dict[str, str]
-    extra: dict[str, Any]
+    outcomes: list[Outcome] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return summaries and rows."""
@@ -130,10 +133,14 @@ def _recheck(bench: Bench) -> SectionResult:
     length = min(RECHECK_TOKENS, bench.settings.max_new_tokens)
     items = what.alternating(bench.items(length), RECHECK_PROMPTS)
     result = _contest(bench, "recheck", contenders, items, whole_call)
-    plain, recheck = (contender.name for contender in contenders[-2:])
-    ratios = paired_ratios(result.samples, recheck, baseline=plain)
-    result.extra["recheck_over_plain_verify"] = spread(ratios)
-    return result
+    _, undrafted, trusting, recheck = (contender.name for contender in contenders)
+    ratios = paired_ratios(result.samples, recheck, baseline=trusting)
+    unlike = count_unlike(result.outcomes, undrafted)
+    extra = {
+        "recheck_over_plain_verify": spread(ratios),
+        "unlike_undrafted": {name: unlike[name] for name in (trusting, recheck)},
+    }
+    return replace(result, extra=extra)
 
 
 def _contest(
@@ -159,7 +166,7 @@ def _contest(
             section=section,
         )
         differences = compare(outcomes, items, baseline_logits(able[0]), bench.model.dtype)
-    return SectionResult(make_samples(outcomes, items, differences), excluded, {})
+    return SectionResult(make_samples(outcomes, items, differences), excluded, outcomes)
 
 
 def warm_up(contenders: Sequence[Contender], inputs: Any) -> dict[str, str]:

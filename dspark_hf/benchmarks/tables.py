@@ -206,7 +206,7 @@ def _context_row(summary: Mapping[str, Any]) -> dict[str, str]:
         "speed": _times(summary["ratio"]),
         "speed 20-80 %": _range(summary["ratio"], 2),
         "per CPU second": _times(summary["cpu_ratio"]),
-        "first token, s": _number(details["one_token_s"]["p50"], 2),
+        "first token, s": _number(details["first_token_s"]["p50"], 2),
         "same text": _same(summary),
     }
 
@@ -239,13 +239,12 @@ def _note(run: Mapping[str, Any], results: Mapping[str, Any]) -> str:
         f"torch {versions['torch']}, transformers {versions['transformers']}",
         run["date"].split()[0],
     ]
-    excluded = [f"{name} cannot run here" for name in run["excluded"]]
-    cost = (run.get("extra") or {}).get("recheck_over_plain_verify")
-    if cost is not None:
-        excluded.append(
-            f"recheck runs at {_times(cost)} of the speed without it ({_range(cost, 2)})"
-        )
-    return f"{run['section']}: " + "; ".join([*parts, *excluded]) + "."
+    parts += [f"{name} cannot run here" for name in run["excluded"]]
+    if (cost := run["extra"].get("recheck_over_plain_verify")) is not None:
+        parts.append(f"recheck runs at {_times(cost)} of the speed without it ({_range(cost, 2)})")
+    for name, count in run["extra"].get("unlike_undrafted", {}).items():
+        parts.append(f"{count} texts of {name} are unlike dspark-none's")
+    return f"{run['section']}: " + "; ".join(parts) + "."
 
 
 def _same(summary: Mapping[str, Any]) -> str:

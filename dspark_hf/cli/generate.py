@@ -36,7 +36,9 @@ def generate(
     from dspark_hf.losslessness import find_forks
 
     console = Console(highlight=False)
-    wrapped, tokenizer = session.load(model, drafter, dtype, DSparkConfig(seed=seed))
+    # Draft lengths follow measured times; only coupled draws do not depend on them.
+    config = DSparkConfig(seed=seed, acceptance="rejection" if seed is None else "coupled")
+    wrapped, tokenizer = session.load(model, drafter, dtype, config)
     batch = session.encode(wrapped, tokenizer, prompt, chat=chat)
     kwargs: dict[str, Any] = {"do_sample": sample, "pad_token_id": tokenizer.pad_token_id}
     if sample:

@@ -83,6 +83,9 @@ class ModelDrafter:
         """Forget a row."""
         if self._fed.pop(row_id, None) is not None and self._target is not None:
             self._target.free(row_id)
+        if not self._fed:
+            # Nothing is kept between calls: neither memory nor tensors made in inference mode.
+            self._target = None
 
     def _get_target(self) -> Target:
         if self._target is None:

@@ -132,6 +132,7 @@ class DSparkCache(Cache):
                 the other, for models that expand what they cache (latent attention).
         """
         self.gathers = gathers
+        self.like_plain = False
         self.num_slots = 0
         self.num_positions = _round_up(num_positions)
         self.lengths: dict[int, int] = {}

@@ -30,7 +30,12 @@ class FlatTarget:
     path = "flat"
 
     def __init__(
-        self, model: PreTrainedModel, num_positions: int = 256, *, gathers: bool = False
+        self,
+        model: PreTrainedModel,
+        num_positions: int = 256,
+        *,
+        gathers: bool = False,
+        like_plain: bool = False,
     ) -> None:
         """Prepare an empty target.
 
@@ -39,6 +44,8 @@ class FlatTarget:
                 are full or sliding attention.
             num_positions: Tokens expected per row, a hint for the first allocation.
             gathers: Whether the model expands what it caches, see `DSparkCache`.
+            like_plain: Whether a row's single token is attended as Transformers does it, to round
+                alike in 16 bits; slower.
 
         Raises:
             UnsupportedByFlatError: If the model is not of that kind.
@@ -55,6 +62,7 @@ class FlatTarget:
         interface.register()
         self.model = model
         self.cache = DSparkCache(windows, num_positions, gathers=gathers)
+        self.cache.like_plain = like_plain
         self._adopted: dict[int, int] = {}
         self._cache_key = compat.cache_key(model)
         self._configs = compat.attention_configs(model)
@@ -121,6 +129,8 @@ class FlatTarget:
 
     def adopt(self, row_id: int, cache: Cache, ids: Sequence[int]) -> None:
         """Copy a batch-1 cache into a slot; it gets the row's new tokens back on export."""
+        if not ids:
+            return
         self.cache.open_row(row_id, len(ids))
         self._adopted[row_id] = len(ids)
         for layer_idx, layer in enumerate(cache.layers):

@@ -44,12 +44,15 @@ class Choice:
     reason: str = ""
     gathers: bool = False
 
-    def build(self, model: PreTrainedModel, num_positions: int) -> Target:
+    def build(
+        self, model: PreTrainedModel, num_positions: int, *, like_plain: bool = False
+    ) -> Target:
         """Make an empty target of the chosen kind.
 
         Args:
             model: The model the choice was made for.
             num_positions: Tokens expected per row.
+            like_plain: Whether a single token must round as in plain decoding.
 
         Returns:
             Target: The target.
@@ -58,7 +61,7 @@ class Choice:
             NotImplementedError: If no kind is exact for the model.
         """
         if self.path == "flat":
-            return FlatTarget(model, num_positions, gathers=self.gathers)
+            return FlatTarget(model, num_positions, gathers=self.gathers, like_plain=like_plain)
         if self.path == "rowwise":
             return RowwiseTarget(model)
         raise NotImplementedError(

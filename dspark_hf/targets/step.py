@@ -37,9 +37,19 @@ class Segment:
 
 @dataclass
 class Group:
-    """Segments of neighbouring slots that are attended by one call."""
+    """Segments of neighbouring slots that are attended by one call.
+
+    Attributes:
+        segments: By slot.
+        num_queries: Longest run of new tokens.
+        end: Longest row after the step, in tokens.
+        area: Queries times keys, summed over the rows.
+    """
 
     segments: list[Segment]
+    num_queries: int = 0
+    end: int = 0
+    area: int = 0
     _masks: dict[object, torch.Tensor | None] = field(default_factory=dict)
     _gathers: dict[torch.device, tuple[torch.Tensor, torch.Tensor] | None] = field(
         default_factory=dict
@@ -51,17 +61,18 @@ class Group:
         first = self.segments[0]
         return len(self.segments) == 1 and first.past == 0 and first.count > 1
 
-    @property
-    def num_queries(self) -> int:
-        """Longest run of the group, in tokens."""
-        return max(segment.count for segment in self.segments)
+    def add(self, segment: Segment) -> None:
+        """Take in the next slot's segment."""
+        self.segments.append(segment)
+        self.num_queries = max(self.num_queries, segment.count)
+        self.end = max(self.end, segment.end)
+        self.area += segment.count * segment.end
 
     def key_range(self, window: int | None) -> tuple[int, int]:
         """Return the first and one-past-last cache position some query of the group sees."""
-        end = max(segment.end for segment in self.segments)
         if window is None:
-            return 0, end
-        return max(0, min(segment.past for segment in self.segments) + 1 - window), end
+            return 0, self.end
+        return max(0, min(segment.past for segment in self.segments) + 1 - window), self.end
 
     def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return which keys of `key_range` each query sees, bool (B, T, S); None means all.
@@ -147,10 +158,9 @@ def plan_step(segments: Sequence[Segment], *, together: bool = True) -> Step:
     """
     groups: list[Group] = []
     for segment in segments:
-        if groups and together and _fits(groups[-1], segment):
-            groups[-1].segments.append(segment)
-        else:
-            groups.append(Group([segment]))
+        if not (groups and together and _fits(groups[-1], segment)):
+            groups.append(Group([]))
+        groups[-1].add(segment)
     return Step(list(segments), groups)
 
 
@@ -159,10 +169,9 @@ def _fits(group: Group, segment: Segment) -> bool:
         return False
     if group.is_prompt or segment.slot != group.segments[-1].slot + 1:
         return False
-    joined = [*group.segments, segment]
-    width, end = max(s.count for s in joined), max(s.end for s in joined)
+    width, end = max(group.num_queries, segment.count), max(group.end, segment.end)
     if width > MAX_PACKED_QUERIES:
         return False
-    padded = len(joined) * width * end
-    real = sum(s.count * s.end for s in joined)
+    padded = (len(group.segments) + 1) * width * end
+    real = group.area + segment.count * segment.end
     return padded <= MAX_PADDING_RATIO * real or padded - real <= FREE_PADDING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from statistics import median
 
 KEPT = 9
@@ -24,9 +24,7 @@ class StepCosts:
 
     def __init__(self) -> None:
         """Start with nothing measured."""
-        self._seconds: dict[int, dict[int, deque[float]]] = defaultdict(
-            lambda: defaultdict(lambda: deque(maxlen=KEPT))
-        )
+        self._seconds: dict[int, dict[int, deque[float]]] = {}
 
     def observe(self, num_tokens: int, context: int, seconds: float) -> None:
         """Add one measured forward.
@@ -36,7 +34,8 @@ class StepCosts:
             context: Cached tokens of all rows before it.
             seconds: What it took.
         """
-        self._seconds[_range(context)][_cell(num_tokens)].append(seconds)
+        widths = self._seconds.setdefault(_range(context), {})
+        widths.setdefault(_cell(num_tokens), deque(maxlen=KEPT)).append(seconds)
 
     def measured(self, num_tokens: int, context: int) -> bool:
         """Tell whether this width was measured in this range of context."""

@@ -20,8 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, pipeline
 
 from drafters import RandomDrafter
 from dspark_hf import DSparkForCausalLM
-from harness import CONFIG, drafts_were_verified, generate, noisy_copy, paths, toy_tokenizer
-from harness import wrapped
+from harness import (
+    CONFIG,
+    drafts_were_verified,
+    generate,
+    noisy_copy,
+    paths,
+    toy_tokenizer,
+    wrapped,
+)
 from tiny import VOCAB, llama, plain_generate, prompt
 
 NEW_TOKENS = 12

@@ -145,9 +145,7 @@ def test_an_option_that_leaves_the_text_alone_leaves_it_alone_here(
 
 
 @pytest.mark.parametrize("drafter", ["itself", "noisy"])
-def test_a_forced_first_token_follows_a_prompt_of_one_token(
-    subject: Subject, drafter: str
-) -> None:
+def test_a_forced_first_token_follows_a_prompt_of_one_token(subject: Subject, drafter: str) -> None:
     forced = subject.at(2, 5)
     prompts = [[3], [77]]
     options = {"max_new_tokens": NEW_TOKENS, "forced_bos_token_id": forced}
@@ -195,9 +193,7 @@ def test_a_prefix_function_sees_the_rows_and_prefixes_that_plain_decoding_shows_
             calls.append((batch_id, tuple(ids.tolist())))
             return first_ids_of_even_rows(batch_id, ids)
 
-        plain_generate(
-            model, PROMPTS, max_new_tokens=NEW_TOKENS, prefix_allowed_tokens_fn=allowed
-        )
+        plain_generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, prefix_allowed_tokens_fn=allowed)
         return sorted(calls)
 
     plain = calls_of(subject.model)
@@ -277,11 +273,14 @@ def test_token_healing_is_done_before_and_the_call_is_speculated(subject: Subjec
     pieces = ["<pad>", "<s>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(
-        models.WordPiece(vocabulary, unk_token="<pad>", continuing_subword_prefix="")
+        models.WordPiece(vocabulary, unk_token=pieces[0], continuing_subword_prefix="")
     )
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", padding_side="left"
+        tokenizer_object=backend,
+        pad_token=pieces[0],
+        bos_token=pieces[1],
+        padding_side="left",
     )
     # The last token is the single letter c, which many tokens of two letters extend.
     ids = tokenizer(["abcdefabc", "c"], return_tensors="pt", padding=True)

@@ -172,7 +172,13 @@ def test_the_models_own_loop_counts_a_rows_tokens_up_to_its_stop(model: PreTrain
 
 def test_an_encoder_decoder_model_keeps_its_own_loop() -> None:
     config = T5Config(
-        vocab_size=60, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, initializer_factor=4.0
+        vocab_size=60,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        initializer_factor=4.0,
     )
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config).eval()

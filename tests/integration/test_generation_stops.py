@@ -25,8 +25,17 @@ from transformers import (
 )
 
 from drafters import RightDrafter
-from harness import CONFIG, DRAFTERS, Recorder, drafts_were_verified, generate, oracle_of, paths
-from harness import toy_tokenizer, wrapped
+from harness import (
+    CONFIG,
+    DRAFTERS,
+    Recorder,
+    drafts_were_verified,
+    generate,
+    oracle_of,
+    paths,
+    toy_tokenizer,
+    wrapped,
+)
 from tiny import llama, plain_generate, prompt
 
 NEW_TOKENS = 18
@@ -312,7 +321,7 @@ def test_a_streamer_gets_the_pieces_of_plain_decoding(
     assert ours.pieces == theirs.pieces
     assert ours.ended == theirs.ended == 1
     assert paths(out) == {"flat"}
-    assert sum(ours.pieces, []) == out.sequences[0].tolist()
+    assert [token for piece in ours.pieces for token in piece] == out.sequences[0].tolist()
 
 
 def test_a_streamer_with_several_rows_runs_in_the_models_own_loop(subject: Subject) -> None:

@@ -15,7 +15,6 @@ https://github.com/huggingface/transformers/pull/46790 (lookup without an end to
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +66,14 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def subject() -> Iterator[Subject]:
+def subject() -> Subject:
     model = repetitive_llama()
     twin, noisy = copy.deepcopy(model), noisy_copy(model, scale=0.6)
     longest = max(map(len, PROMPTS))
     text = plain_generate(model, PROMPTS, max_new_tokens=NEW_TOKENS)[:, longest:].tolist()
     assert all(row[:PERIOD] == row[PERIOD : 2 * PERIOD] for row in text)
     DSparkForCausalLM.wrap(model, drafter=None, config=CONFIG)
-    yield Subject(model, twin, noisy, text)
+    return Subject(model, twin, noisy, text)
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,7 @@ def test_a_batch_is_speculated_row_by_row(subject: Subject, asked: Asked) -> Non
 
 def test_several_sequences_a_prompt_are_speculated(subject: Subject, asked: Asked) -> None:
     # Sampling from the best token alone has one outcome, so plain decoding is a fair judge.
-    plain, out = run(
-        subject, asked, PROMPTS[:2], num_return_sequences=3, do_sample=True, top_k=1
-    )
+    plain, out = run(subject, asked, PROMPTS[:2], num_return_sequences=3, do_sample=True, top_k=1)
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert len(out.speculation) == 6
     assert paths(out) == {"flat"}

@@ -19,8 +19,16 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from drafters import RandomDrafter
 from dspark_hf import DSparkConfig, DSparkForCausalLM
-from harness import CONFIG, KNOWS_NOTHING, Recorder, drafts_were_verified, generate, noisy_copy
-from harness import paths, wrapped
+from harness import (
+    CONFIG,
+    KNOWS_NOTHING,
+    Recorder,
+    drafts_were_verified,
+    generate,
+    noisy_copy,
+    paths,
+    wrapped,
+)
 from tiny import ARCHITECTURES, VOCAB, left_padded, llama, plain_generate, prompt
 
 NEW_TOKENS = 12
@@ -168,14 +176,14 @@ def test_a_deep_copy_is_wrapped_and_independent(
 def test_a_pickled_model_arrives_wrapped_and_generates_the_same(
     model: PreTrainedModel, plain: list[list[int]], how: str, drafter: str, has_generated: bool
 ) -> None:
-    made: Any = {"none": None, "lookup": "lookup", "itself": model}.get(drafter, None)
+    made: Any = {"none": None, "lookup": "lookup", "itself": model}.get(drafter)
     if drafter == "model":
         made = noisy_copy(model)
     DSparkForCausalLM.wrap(model, drafter=made, config=CONFIG)
     if has_generated:
         generate(model, PROMPTS, max_new_tokens=3)
     if how == "pickle":
-        arrived = pickle.loads(pickle.dumps(model))
+        arrived = pickle.loads(pickle.dumps(model))  # noqa: S301 - our own bytes
     else:
         file = io.BytesIO()
         torch.save(model, file)

@@ -7,6 +7,7 @@ with ragged rows; soft-cap; sinks. Float32 to rounding, bfloat16 to its own.
 
 import pytest
 import torch
+
 from dspark_kernels.ragged_attention.op import pack_mask, packed_attention
 from dspark_kernels.ragged_attention.reference import packed_attention_reference
 
@@ -57,9 +58,7 @@ def test_packed_attention_equals_the_reference(shape, dtype, softcap, with_sinks
 def test_without_a_mask_everything_is_visible():
     query, keys, values, visible = make_inputs(SHAPES["grouped"], torch.float32)
     ours = packed_attention(query, keys, values, None, scale=0.3)
-    expected = packed_attention_reference(
-        query, keys, values, torch.ones_like(visible), scale=0.3
-    )
+    expected = packed_attention_reference(query, keys, values, torch.ones_like(visible), scale=0.3)
     assert relative_rms(ours, expected) <= RELATIVE_RMS[torch.float32]
 
 

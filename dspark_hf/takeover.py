@@ -1,0 +1,132 @@
+"""Decodes a prepared call here, or sends it to the model's own loop with one line saying why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_hf import generation
+from dspark_hf.eligibility import inputs_refusal, settings_refusal
+from dspark_hf.inputs import check_room
+from dspark_hf.metrics import SpeculationRecord
+from dspark_hf.processing import RowProcessors, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.drafting.base import Drafter
+    from dspark_hf.handle import DSparkHandle
+
+
+def decode_call(
+    handle: DSparkHandle,
+    config: DSparkConfig,
+    call: generation.Call,
+    drafter: Drafter | None,
+    own: Callable[[], Any],
+) -> Any:
+    """Decode a call.
+
+    Args:
+        handle: The wrapped model's state.
+        config: Settings of the call.
+        call: What Transformers prepared.
+        drafter: Who drafts; None decodes plainly.
+        own: Runs the model's own loop on the same call.
+
+    Returns:
+        Any: What generate() returns.
+
+    Raises:
+        CapacityError: If the call may outgrow learned positions.
+    """
+    if getattr(call.generation_config, "is_assistant", False):
+        # This model drafts for another one inside Transformers' assisted loop.
+        return own()
+    check_room(handle.model, call.input_ids, call.model_kwargs, call.generation_config)
+    reason = _refusal(handle, config, call)
+    if reason is not None:
+        return run_own_loop(handle, reason, call.generation_config, call.input_ids, own)
+    with handle.lock:
+        decoder = handle.decoder(
+            drafter,
+            config,
+            call.generation_config.max_length or call.input_ids.shape[1],
+            prefill_tokens=call.generation_config.prefill_chunk_size,
+        )
+        rows = generation.make_rows(handle.model, call, config)
+        output = generation.decode(handle.model, call, rows, decoder)
+        handle.metrics.add([row.record for row in rows])
+    return output
+
+
+def run_own_loop(
+    handle: DSparkHandle,
+    reason: str,
+    generation_config: Any,
+    input_ids: torch.Tensor,
+    own: Callable[[], Any],
+) -> Any:
+    """Run the model's own loop, say so once, and count the tokens it made.
+
+    Args:
+        handle: The wrapped model's state.
+        reason: Why, for the log line and `metrics.fallback_reasons`.
+        generation_config: Settings of the call as generate() prepared them.
+        input_ids: Prompts, of shape (B, length).
+        own: Runs the loop.
+
+    Returns:
+        Any: What it returns; a dict output gets one record per row as `speculation`.
+    """
+    handle.metrics.count_fallback(reason)
+    handle.warn_once(f"This call runs in the model's own loop: {reason}.")
+    output = own()
+    is_dict = not isinstance(output, torch.Tensor)
+    new = (output["sequences"] if is_dict else output)[:, input_ids.shape[1] :]
+    ends = generation_config._eos_token_tensor  # noqa: SLF001 - generate()'s prepared value
+    handle.metrics.last = [
+        SpeculationRecord(path="transformers", new_tokens=_own_length(row, ends)) for row in new
+    ]
+    if is_dict:
+        output.speculation = handle.metrics.last
+    return output
+
+
+def _own_length(row: torch.Tensor, ends: torch.Tensor | None) -> int:
+    """Return a row's tokens up to its first end token."""
+    if ends is None:
+        return len(row)
+    stops = torch.isin(row, ends.to(row.device)).nonzero().flatten().tolist()
+    return stops[0] + 1 if stops else len(row)
+
+
+def _refusal(handle: DSparkHandle, config: DSparkConfig, call: generation.Call) -> str | None:
+    """Say why a call cannot be decoded here exactly and without loss of speed; None if it can."""
+    model, batch_size = handle.model, call.input_ids.shape[0]
+    max_length = call.generation_config.max_length
+    return (
+        settings_refusal(model, call)
+        or refusal(call.processors, call.criteria, batch_size)
+        or inputs_refusal(model, call.input_ids, call.model_kwargs, max_length)
+        or _target_refusal(handle, config, call)
+    )
+
+
+def _target_refusal(
+    handle: DSparkHandle, config: DSparkConfig, call: generation.Call
+) -> str | None:
+    choice = handle.target_choice()
+    if choice.path is None:
+        return f"drafts cannot be verified exactly ({choice.reason})"
+    if choice.path == "rowwise" and call.input_ids.shape[0] > 1 and config.never_slower:
+        return (
+            "several rows of this architecture would run one by one, slower than in one batch; "
+            "never_slower=False speculates all the same"
+        )
+    recheck = config.exactness == "recheck" and not call.generation_config.do_sample
+    if recheck and not RowProcessors.of(call.processors, 0, 1).is_stateless:
+        return 'exactness="recheck" asks processors twice, and one of them may keep state'
+    return None

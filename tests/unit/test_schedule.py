@@ -1,0 +1,321 @@
+"""Step costs are learned from forwards, and drafting is done where it pays and nowhere else.
+
+The cost-aware schedule is driven through its protocol only, by a simulated target whose costs and
+acceptance are known, so that what is tested is how it behaves and not how it computes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from drafters import RandomDrafter
+from dspark_hf import DSparkForCausalLM
+from dspark_hf.decode import Decoder
+from dspark_hf.values import DraftRequest, Proposal
+from dspark_hf.verification.costs import KEPT, StepCosts
+from dspark_hf.verification.schedule import (
+    CostAwareSchedule,
+    FixedSchedule,
+    RowOutcome,
+    RowState,
+    Schedule,
+)
+from harness import CONFIG, generate
+from tiny import VOCAB, llama, prompt
+
+
+def test_costs_are_one_before_anything_was_measured() -> None:
+    costs = StepCosts()
+    assert costs.predict(1, 0) == costs.predict(9, 5000) == 1.0
+    assert not costs.measured(1, 0)
+
+
+def test_a_cost_is_the_median_of_the_latest_observations() -> None:
+    costs = StepCosts()
+    for seconds in (5.0, 5.0, 900.0):
+        costs.observe(3, 100, seconds)
+    assert costs.predict(3, 100) == 5.0
+    assert costs.measured(3, 100)
+    for _ in range(KEPT):
+        costs.observe(3, 100, 2.0)
+    assert costs.predict(3, 100) == 2.0
+
+
+def test_a_width_between_two_measured_ones_is_interpolated() -> None:
+    costs = StepCosts()
+    costs.observe(2, 100, 4.0)
+    costs.observe(6, 100, 8.0)
+    assert costs.predict(3, 100) == pytest.approx(5.0)
+    assert costs.predict(5, 100) == pytest.approx(7.0)
+
+
+def test_a_width_outside_the_measured_ones_is_assumed_to_cost_little_more() -> None:
+    costs = StepCosts()
+    costs.observe(2, 100, 4.0)
+    costs.observe(6, 100, 8.0)
+    assert costs.predict(1, 100) == 4.0
+    assert 8.0 < costs.predict(10, 100) < 8.0 * 1.1
+
+
+def test_wide_forwards_of_about_the_same_width_share_a_measurement() -> None:
+    costs = StepCosts()
+    costs.observe(34, 100, 7.0)
+    assert costs.predict(40, 100) == costs.predict(33, 100) == 7.0
+    assert not costs.measured(41, 100)
+    assert not costs.measured(32, 100)
+
+
+def test_a_context_without_any_width_borrows_from_the_nearest_context() -> None:
+    costs = StepCosts()
+    costs.observe(4, 100, 3.0)
+    costs.observe(4, 40_000, 30.0)
+    assert costs.predict(4, 700) == 3.0
+    assert costs.predict(4, 30_000) == 30.0
+
+
+def test_a_borrowed_width_is_scaled_by_one_that_both_contexts_have() -> None:
+    costs = StepCosts()
+    costs.observe(1, 100, 2.0)
+    costs.observe(5, 100, 3.0)
+    costs.observe(1, 5000, 20.0)
+    # Growing context must not look like growing width: 3 / 2 as long as one token, here too.
+    assert costs.predict(5, 5000) == pytest.approx(30.0)
+
+
+def test_costs_survive_pickling() -> None:
+    costs = StepCosts()
+    costs.observe(2, 100, 4.0)
+    arrived = pickle.loads(pickle.dumps(costs))  # noqa: S301 - our own bytes
+    assert arrived.predict(2, 100) == 4.0
+
+
+@dataclass
+class Simulation:
+    """Rows decoded with a schedule against known costs and acceptance.
+
+    Attributes:
+        schedule: The schedule under test.
+        verify_s: Seconds of a forward by number of tokens.
+        draft_s: Seconds of a draft by its length.
+        accept: Probability that a draft token is accepted, given the round and the row.
+        num_rows: Rows decoded together.
+        signal: Signal of a row's proposals.
+    """
+
+    schedule: Schedule
+    verify_s: Callable[[int], float]
+    accept: Callable[[int, int], float]
+    draft_s: Callable[[int], float] = lambda length: 0.0
+    num_rows: int = 1
+    signal: Callable[[int], int] = lambda row: 0
+    context: int = 200
+    stream: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
+    verified: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def run(self, num_rounds: int) -> None:
+        """Decode a number of rounds, checking every answer against what was possible."""
+        for _ in range(num_rounds):
+            rows = [RowState(row, self.context, 12) for row in range(self.num_rows)]
+            asked = self.schedule.ask(rows)
+            assert all(0 <= length <= 12 for length in asked)
+            if any(asked):
+                seconds = self.draft_s(max(asked))
+                self.schedule.observe_draft(max(asked), seconds)
+                self.seconds += seconds
+            signals = [self.signal(row) for row in range(self.num_rows)]
+            lengths = self.schedule.cut(rows, asked, signals)
+            assert all(0 <= n <= most for n, most in zip(lengths, asked, strict=True))
+            self.finish_round(lengths, signals)
+
+    def finish_round(self, lengths: list[int], signals: list[int]) -> None:
+        """Accept what is accepted and tell the schedule."""
+        outcomes = []
+        for row, length in enumerate(lengths):
+            accepted, chance = 0, self.accept(len(self.verified), row)
+            while accepted < length and self.stream.random() < chance:
+                accepted += 1
+            outcomes.append(RowOutcome(row, signals[row], length, accepted))
+            self.tokens += accepted + 1
+        width = self.num_rows + sum(lengths)
+        self.schedule.observe(outcomes, width, self.context, self.verify_s(width))
+        self.seconds += self.verify_s(width)
+        self.verified.append(lengths)
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second over plain decoding's."""
+        return self.tokens / self.seconds * self.verify_s(self.num_rows) / self.num_rows
+
+    def share_verifying(self, first: int = 0, last: int | None = None) -> float:
+        """Return the share of rounds that verified anything."""
+        rounds = self.verified[first:last]
+        return sum(any(lengths) for lengths in rounds) / len(rounds)
+
+
+def cost_aware(*, may_pause: bool = True) -> CostAwareSchedule:
+    return CostAwareSchedule(8, StepCosts(), may_pause=may_pause)
+
+
+def nearly_flat(width: int) -> float:
+    return 1 + 0.02 * width
+
+
+def proportional(width: int) -> float:
+    return float(width)
+
+
+def test_drafting_stops_where_verifying_costs_more_than_it_saves() -> None:
+    run = Simulation(cost_aware(), proportional, accept=lambda i, row: 0.4)
+    run.run(400)
+    assert run.share_verifying(100) < 0.1
+    assert run.speed_up > 0.95
+
+
+def test_drafting_stops_where_nothing_is_accepted_and_costs_little_in_all() -> None:
+    run = Simulation(cost_aware(), lambda width: 1 + 0.1 * width, accept=lambda i, row: 0.0)
+    run.run(400)
+    assert run.share_verifying(100) < 0.1
+    assert run.speed_up > 0.95
+
+
+def test_a_slow_drafter_is_left_alone() -> None:
+    run = Simulation(
+        cost_aware(), nearly_flat, lambda i, row: 0.6, draft_s=lambda length: 0.9 * length
+    )
+    run.run(400)
+    assert run.share_verifying(100) < 0.1
+    assert run.speed_up > 0.9
+
+
+def test_long_drafts_are_verified_where_verifying_is_cheap() -> None:
+    run = Simulation(cost_aware(), nearly_flat, accept=lambda i, row: 0.9)
+    run.run(200)
+    assert run.share_verifying(20) > 0.95
+    assert sum(lengths[0] for lengths in run.verified[20:]) / 180 > 5
+    assert run.speed_up > 3
+
+
+def test_a_paused_schedule_tries_again_when_the_text_changes() -> None:
+    run = Simulation(
+        cost_aware(), lambda width: 1 + 0.1 * width, accept=lambda i, row: 0.0 if i < 300 else 0.95
+    )
+    run.run(300)
+    assert run.share_verifying(150) < 0.1
+    run.run(500)
+    assert run.share_verifying(700) > 0.8
+
+
+def test_a_schedule_that_may_not_pause_always_verifies_something() -> None:
+    run = Simulation(cost_aware(may_pause=False), proportional, accept=lambda i, row: 0.0)
+    run.run(100)
+    assert run.share_verifying() == 1.0
+
+
+def test_the_row_whose_drafts_are_accepted_gets_the_longer_ones() -> None:
+    run = Simulation(
+        cost_aware(),
+        lambda width: 1 + 0.12 * width,
+        accept=lambda i, row: 0.95 if row == 0 else 0.02,
+        num_rows=2,
+        signal=lambda row: row,
+    )
+    run.run(300)
+    good, bad = (sum(lengths[row] for lengths in run.verified[100:]) for row in (0, 1))
+    assert good > 5 * bad
+
+
+@pytest.mark.parametrize("may_pause", [False, True])
+def test_no_schedule_verifies_more_than_was_drafted_or_than_there_is_room_for(
+    may_pause: bool,
+) -> None:
+    stream = random.Random(3)  # noqa: S311 - not for secrets
+    for schedule in (FixedSchedule(5), cost_aware(may_pause=may_pause)):
+        for round_number in range(300):
+            rows = [
+                RowState(row, stream.randrange(5000), stream.randrange(8))
+                for row in stream.sample(range(9), stream.randint(1, 5))
+            ]
+            asked = schedule.ask(rows)
+            assert all(0 <= n <= row.room for n, row in zip(asked, rows, strict=True))
+            drafted = [stream.randint(0, n) for n in asked]
+            signals = [stream.randrange(8) for _ in rows]
+            lengths = schedule.cut(rows, drafted, signals)
+            assert all(0 <= n <= most for n, most in zip(lengths, drafted, strict=True))
+            outcomes = [
+                RowOutcome(row.row_id, signal, length, stream.randint(0, length))
+                for row, signal, length in zip(rows, signals, lengths, strict=True)
+            ]
+            width = len(rows) + sum(lengths)
+            schedule.observe(outcomes, width, sum(r.context for r in rows), stream.random())
+            schedule.observe_draft(max(drafted), stream.random() / 10)
+            schedule.free(round_number % 9)
+
+
+def test_a_fixed_schedule_asks_for_its_length_where_there_is_room() -> None:
+    schedule = FixedSchedule(5)
+    rows = [RowState(0, 10, 9), RowState(1, 10, 2), RowState(2, 10, 0)]
+    assert schedule.ask(rows) == [5, 2, 0]
+    assert schedule.cut(rows, [4, 2, 0], [0, 3, 0]) == [4, 2, 0]
+
+
+@dataclass
+class Spy:
+    """A fixed schedule that keeps everything it was asked before the first outcome."""
+
+    inner: FixedSchedule = field(default_factory=lambda: FixedSchedule(4))
+    seen: list[Any] = field(default_factory=list)
+
+    def ask(self, rows: Any) -> list[int]:
+        self.seen.append([(row.context, row.room) for row in rows])
+        return self.inner.ask(rows)
+
+    def cut(self, rows: Any, drafted: Any, signals: Any) -> list[int]:
+        self.seen.append(([(r.context, r.room) for r in rows], list(drafted), list(signals)))
+        return self.inner.cut(rows, drafted, signals)
+
+    def observe(self, *args: Any) -> None:
+        self.seen.append("outcome")
+
+    def observe_draft(self, *args: Any) -> None:
+        pass
+
+    def free(self, row_id: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Signalling(RandomDrafter):
+    """Random tokens with a signal that says how long the text is."""
+
+    def propose_row(self, request: DraftRequest) -> Proposal:
+        """Propose with a signal."""
+        return Proposal(super().propose_row(request).ids, signal=len(request.ids) % 5)
+
+
+def test_a_schedule_never_sees_the_drafted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    spies = []
+
+    def spied(self: Decoder, rows: Any) -> None:
+        if not isinstance(self.schedule, Spy):
+            self.schedule = Spy()
+            spies.append(self.schedule)
+        start(self, rows)
+
+    start = Decoder.start
+    monkeypatch.setattr(Decoder, "start", spied)
+    prompts = [prompt(9, seed=2), prompt(14, seed=3)]
+    for seed in (0, 1):
+        model = DSparkForCausalLM.wrap(llama(), drafter=Signalling(VOCAB, seed=seed), config=CONFIG)
+        generate(model, prompts, max_new_tokens=8)
+    first, second = (spy.seen[: spy.seen.index("outcome")] for spy in spies)
+    assert first == second
+    assert first[1][1] == [4, 4]
+    assert first[1][2] == [0, 0]
