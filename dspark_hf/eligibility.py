@@ -15,9 +15,9 @@ from dspark_hf import compat
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dspark_hf.generation import Call
-
     from transformers import PreTrainedModel
+
+    from dspark_hf.generation import Call
 
 KNOWN_INPUTS = frozenset(
     {

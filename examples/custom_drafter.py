@@ -8,12 +8,15 @@ Time:     a few seconds on a CPU with --tiny.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dspark_hf import DraftRequest, DSparkForCausalLM, Proposal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class AfterThisToken:

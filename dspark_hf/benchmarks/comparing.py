@@ -10,7 +10,7 @@ import torch
 
 from dspark_hf.benchmarks.contenders import PLAIN, Contender
 from dspark_hf.benchmarks.contest import Item, Outcome
-from dspark_hf.losslessness import margin_limit
+from dspark_hf.verification.ties import margin_limit
 
 StepLogits = Callable[[Item, int], Sequence[torch.Tensor]]
 """Scores of the baseline's own steps: item and number of steps to tensors of shape (B, V)."""
@@ -27,7 +27,7 @@ class Difference:
         token: The contender's choice; None if its text had ended.
         margin: How much higher the baseline's step scored its own choice, in logit units; None
             where a text had ended or the baseline chose otherwise when asked again.
-        margin_limit: Largest margin that rounding explains, see `losslessness.margin_limit`.
+        margin_limit: Largest margin that rounding explains, see `verification.ties.margin_limit`.
         top_gap: Gap between that step's two best scores; below `margin` if the contender chose
             neither.
     """

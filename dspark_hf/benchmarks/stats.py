@@ -21,7 +21,7 @@ ALL = "all"
 """Group of everything, summarised where there are several groups."""
 
 STRICT_MARGIN = 0.1
-"""Margin counted apart in logit units, as `DSparkConfig.recheck_margin` is set to it."""
+"""Margin counted apart, in logit units: whatever the dtype, a difference below it is a near-tie."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ MARKER = re.compile(
     re.DOTALL,
 )
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
+HEADLINE = "headline"
+"""Marker of the sentence."""
 OVERVIEW = "overview"
 
 
@@ -40,6 +42,8 @@ class Table:
 
     def markdown(self) -> str:
         """Return the table in markdown, numbers to the right, the note below."""
+        if not self.header:
+            return f"{self.note}\n"
         num_left = 2 if len(self.header) > 1 else 1
         rule = ["---" if i < num_left else "---:" for i in range(len(self.header))]
         lines = [_line(self.header), _line(rule), *(_line(row) for row in self.rows)]
@@ -67,7 +71,41 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
     overview = overview_table(results)
     if overview.rows:
         tables[OVERVIEW] = [overview]
+    sentence = headline(results)
+    if sentence is not None:
+        tables[HEADLINE] = [Table(HEADLINE, [], [], sentence)]
     return tables
+
+
+def headline(results: Mapping[str, Any]) -> str | None:
+    """Return the one sentence a reader takes away, from the bfloat16 runs.
+
+    Args:
+        results: A result file's contents.
+
+    Returns:
+        str | None: Ratios of `dspark-lookup` to plain generate(); None without the prompts run.
+    """
+    run, batch = (results["runs"].get(f"{name}-bfloat16") for name in ("prompts", "batch"))
+    if run is None:
+        return None
+
+    def ratio(part: Mapping[str, Any], group: str) -> str | None:
+        found = [
+            _times(summary["ratio"])
+            for summary in part["summary"]
+            if summary["group"] == group and summary["contender"] == "dspark-lookup"
+        ]
+        return found[0] if found else None
+
+    parts = [
+        (ratio(run, "rewrite"), "on prompts whose answers repeat them"),
+        (ratio(run, ALL), "over chat, code, maths and rewriting together"),
+    ]
+    if batch is not None:
+        parts.append((ratio(batch, batch["summary"][0]["group"]), "for eight prompts in a batch"))
+    said = [f"{number} {where}" for number, where in parts if number is not None]
+    return f"Measured in bfloat16 on a CPU, without a drafting model: {', '.join(said)}."
 
 
 def run_table(run: Mapping[str, Any], results: Mapping[str, Any]) -> Table:

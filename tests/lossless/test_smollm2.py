@@ -1,7 +1,7 @@
 """The real model: SmolLM2-135M says what it says in plain decoding, alone and in ragged batches.
 
-20 prompts of different length, 64 new tokens, float32 exactly; bfloat16 up to near-ties. Field case:
-https://github.com/huggingface/transformers/issues/39421
+20 prompts of different length, 64 new tokens, float32 exactly; bfloat16 up to near-ties.
+Field case: https://github.com/huggingface/transformers/issues/39421
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DRAFTERS = {
     "lookup": DSparkConfig(),
     "model": DSparkConfig(schedule="fixed", max_draft_tokens=2),
 }
+KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(f"real-{kind}")) for kind in DRAFTERS]
 
 pytestmark = pytest.mark.slow
 
@@ -92,10 +93,7 @@ def subject_bf16(smollm2_path):
     return Subject(smollm2_path, torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.xdist_group(f"smollm2-{kind}")) for kind in DRAFTERS],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_float32_text_equals_plain_alone_and_in_ragged_batches(subject, kind):
     plain = subject.plain
     drafter = "lookup" if kind == "lookup" else subject.first_layers(2)
