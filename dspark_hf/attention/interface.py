@@ -137,12 +137,16 @@ class _Form:
     sinks: torch.Tensor | None
     like_plain: bool
 
-    def is_unpacked(self, num_rows: int, num_queries: int) -> bool:
-        """Tell whether a group is attended without packing heads, as Transformers does it."""
+    def is_unpacked(self, num_rows: int, query: torch.Tensor) -> bool:
+        """Tell whether a group is attended without packing heads, as Transformers does it.
+
+        Packing gains nothing for one float32 query: the kernel is as quick with the heads apart.
+        """
         if self.softcap is not None or self.sinks is not None:
             return False
-        is_single = num_rows == 1 and num_queries == 1
-        return num_queries > MAX_PACKED_QUERIES or (self.like_plain and is_single)
+        is_single = num_rows == 1 and query.shape[2] == 1
+        apart = self.like_plain or query.dtype == torch.float32
+        return query.shape[2] > MAX_PACKED_QUERIES or (apart and is_single)
 
 
 def _attend_rows(
@@ -157,7 +161,7 @@ def _attend_rows(
     if gather is not None:
         query = query.index_select(2, gather[0])
     query = query.reshape(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
-    if form.is_unpacked(num_rows, query.shape[2]):
+    if form.is_unpacked(num_rows, query):
         visible = group.visible(form.window, query.device)
         mask = None if visible is None else visible[:, None]
         out = F.scaled_dot_product_attention(

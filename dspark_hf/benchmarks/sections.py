@@ -76,18 +76,20 @@ class SectionResult:
         excluded: Contenders that could not run, with the reason.
         outcomes: The same calls with their texts, which the file does not keep.
         extra: Summaries that only this section has.
+        adds_all: Whether its groups are alike enough to be summarised together as well.
     """
 
     samples: list[Sample]
     excluded: dict[str, str]
     outcomes: list[Outcome] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
+    adds_all: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Return summaries and rows."""
         return {
             "excluded": self.excluded,
-            "summary": summarise(self.samples),
+            "summary": summarise(self.samples, adds_all=self.adds_all),
             "extra": self.extra,
             "rows": [sample.as_row() for sample in self.samples],
         }
@@ -125,7 +127,8 @@ def _context(bench: Bench) -> SectionResult:
     contenders = who.context_contenders(bench.model)
     limit, _ = position_limit(bench.model)
     items = what.context_items(bench.tokenizer, bench.settings.contexts, CONTEXT_TOKENS, limit)
-    return _contest(bench, "context", contenders, items, decoding_only, is_endless=True)
+    result = _contest(bench, "context", contenders, items, decoding_only, is_endless=True)
+    return replace(result, adds_all=False)
 
 
 def _recheck(bench: Bench) -> SectionResult:

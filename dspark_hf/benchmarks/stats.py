@@ -152,20 +152,21 @@ def paired_ratios(
     ]
 
 
-def summarise(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def summarise(samples: Sequence[Sample], *, adds_all: bool = True) -> list[dict[str, Any]]:
     """Summarise calls by group and contender.
 
     Args:
         samples: Of one section.
+        adds_all: Whether the groups are alike enough to be summarised together as well.
 
     Returns:
         list[dict[str, Any]]: One summary per group and contender, in order of appearance; where
-        there are several groups, those of the group "all" last.
+        there are several groups, those of the group "all" last, unless unwanted.
     """
     groups = list(dict.fromkeys(sample.group for sample in samples))
     contenders = list(dict.fromkeys(sample.contender for sample in samples))
     summaries: list[dict[str, Any]] = []
-    for group in [*groups, ALL] if len(groups) > 1 else groups:
+    for group in [*groups, ALL] if adds_all and len(groups) > 1 else groups:
         here = [sample for sample in samples if group in (ALL, sample.group)]
         present = {sample.contender for sample in here}
         summaries.extend(_summary(here, group, name) for name in contenders if name in present)

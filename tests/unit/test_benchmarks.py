@@ -156,6 +156,7 @@ def test_the_median_of_ratios_is_not_the_ratio_of_medians() -> None:
 def test_several_groups_are_summed_up_as_all() -> None:
     calls = [*THREE_CALLS, sample("plain", item="code-01", group="code")]
     summaries = summarise(calls)
+    assert summarise(calls, adds_all=False) == summaries[:3]
     assert [(s["group"], s["contender"], s["calls"]) for s in summaries] == [
         ("chat", "plain", 3), ("chat", "dspark-lookup", 3), ("code", "plain", 1),
         ("all", "plain", 4), ("all", "dspark-lookup", 3),
