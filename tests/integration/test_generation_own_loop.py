@@ -189,3 +189,21 @@ def test_an_encoder_decoder_model_keeps_its_own_loop() -> None:
         out = model.generate(ids, **kwargs, return_dict_in_generate=True)
         assert list(model.dspark.metrics.fallback_reasons) == ["encoder-decoder models"]
     assert out.sequences.tolist() == plain.tolist()
+
+
+def test_a_model_in_training_mode_keeps_its_own_loop_and_its_dropout(
+    model: PreTrainedModel,
+) -> None:
+    dropout = model.config.attention_dropout
+    with wrapped(model, "lookup") as ours:
+        ours.train()
+        for layer in ours.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        try:
+            out = generate(ours, PROMPTS[:1], max_new_tokens=NEW_TOKENS)
+            assert paths(out) == {"transformers"}
+            assert any("training mode" in r for r in ours.dspark.metrics.fallback_reasons)
+        finally:
+            ours.eval()
+            for layer in ours.model.layers:
+                layer.self_attn.attention_dropout = dropout
