@@ -27,14 +27,17 @@ class DSparkConfig:
             keyed by seed and position: same seed, same text for any drafter, batch or schedule).
             Greedy decoding uses neither.
         schedule: "auto" chooses each row's draft length from measured acceptance and step cost;
-            "fixed" always verifies `max_draft_tokens`.
-        max_draft_tokens: Most draft tokens a row verifies in one round, at least 1.
-        never_slower: With "auto", stop drafting where it does not pay and probe again later.
-        exactness: "plain" trusts the verify forward; "recheck" decides near-ties (margin below
-            `recheck_margin`) by a one-token forward, for 16-bit models.
+            "fixed" asks for `max_draft_tokens` each round and verifies all that is proposed.
+        max_draft_tokens: Most draft tokens a row verifies in one round, 1 to 64.
+        never_slower: With "auto", stop drafting where it does not pay and probe again later. Also
+            sends several rows of a model that must run row by row to the model's own loop.
+        exactness: "plain" trusts the verify forward; "recheck" decides near-ties (margin of at
+            most `recheck_margin`) by a one-token forward, for greedy decoding of 16-bit models.
         recheck_margin: Gap between the two best scores up to which "recheck" looks again, in
             logit units; two steps of the model's type at that score always count.
-        seed: Key of the per-row random streams; None draws one from torch's global generator.
+        seed: Key of the per-row random streams; None draws one from torch's global generator at
+            every call. A row's stream follows from seed and prompt: with a fixed seed, repeating a
+            call repeats its draws, while equal prompts of one batch draw differently.
             With "coupled" the same seed gives the same text; with "rejection" so long as the
             draft lengths are the same (`schedule="fixed"`), as "auto" follows measured times.
     """
@@ -87,7 +90,9 @@ class DSparkConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; known settings are {known}.")
+            raise ConfigError(
+                f"a setting must be one of {known}; got {unknown[0]!r}. Correct or remove it."
+            )
         return cls(**values)
 
     @classmethod

@@ -46,7 +46,10 @@ def settings_refusal(model: PreTrainedModel, call: Call) -> str | None:
         (bool(config.output_attentions), "output_attentions=True"),
         (bool(config.output_hidden_states), "output_hidden_states=True"),
         (bool(call.synced_gpus), "synced_gpus"),
-        (config.cache_implementation not in (None, "dynamic"), "cache_implementation"),
+        (
+            config.cache_implementation not in (None, "dynamic"),
+            f"cache_implementation={config.cache_implementation!r}",
+        ),
         (batch_size > 1 and call.streamer is not None, "a streamer with several rows"),
         (_overrides_inputs(model), "prepare_inputs_for_generation is replaced on this model"),
     ]

@@ -41,6 +41,9 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
 
     `scores` and `logits` hold one tensor of shape (B, V) per step; a row's entries behind its own
     end are zeros.
+
+    Attributes:
+        speculation: One record per row, in order.
     """
 
     speculation: list[SpeculationRecord] | None = None
@@ -48,7 +51,17 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
 
 @dataclass(frozen=True)
 class Call:
-    """A generate() call as Transformers prepared it."""
+    """A generate() call as Transformers prepared it.
+
+    Attributes:
+        input_ids: Expanded prompts, int64 of shape (B, length), left padded.
+        processors: Logits processors, in order.
+        criteria: Stopping criteria.
+        generation_config: Settings of the call.
+        streamer: Takes tokens as they are committed; None without one.
+        model_kwargs: Keywords of the model's forward, mask and cache among them.
+        synced_gpus: Whether ranks must run the same number of forwards.
+    """
 
     input_ids: torch.Tensor
     processors: Sequence[Any]

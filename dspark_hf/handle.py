@@ -42,6 +42,8 @@ class DSparkHandle:
         drafter: Who drafts; None decodes plainly.
         metrics: Sums over the model's life.
         costs: Measured costs of the target's forwards.
+        lock: Held while a call is decoded: calls of one model from several threads take turns.
+        assistants: Drafters made of models that callers passed as `assistant_model=`, by id.
     """
 
     model: PreTrainedModel
@@ -67,7 +69,11 @@ class DSparkHandle:
         self.lock = threading.RLock()
 
     def target_choice(self) -> Choice:
-        """Return which target the model gets, checking it the first time."""
+        """Return which target the model gets, checking it the first time.
+
+        Returns:
+            Choice: Path and reason, one per dtype and attention implementation of the model.
+        """
         with self.lock:
             key = (self.model.dtype, compat.attention_name(self.model))
             if key not in self._choices:
@@ -83,7 +89,12 @@ class DSparkHandle:
             return self._choices[key]
 
     def decoder(
-        self, drafter: Drafter | None, config: DSparkConfig, num_positions: int, **options: Any
+        self,
+        drafter: Drafter | None,
+        config: DSparkConfig,
+        num_positions: int,
+        *,
+        prefill_tokens: int | None = None,
     ) -> Decoder:
         """Assemble a decoder for one call.
 
@@ -91,7 +102,7 @@ class DSparkHandle:
             drafter: Who drafts.
             config: Settings of the call.
             num_positions: Tokens its longest row may reach.
-            **options: `prefill_tokens` of the call.
+            prefill_tokens: Most prompt tokens fed at once; None for all.
 
         Returns:
             Decoder: With an empty target.
@@ -105,7 +116,7 @@ class DSparkHandle:
             schedule=self._schedule(drafter, config),
             vocab_size=int(compat.text_config(self.model).vocab_size),
             recheck=Recheck(self.model.dtype, config.recheck_margin) if recheck else None,
-            prefill_tokens=options.get("prefill_tokens"),
+            prefill_tokens=prefill_tokens,
         )
 
     def _schedule(self, drafter: Drafter | None, config: DSparkConfig) -> Schedule:
@@ -119,7 +130,11 @@ class DSparkHandle:
         return self._schedules[key]
 
     def warn_once(self, message: str) -> None:
-        """Log a line the first time it is said about this model."""
+        """Log a line the first time it is said about this model.
+
+        Args:
+            message: The line, at level WARNING.
+        """
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
@@ -131,12 +146,17 @@ class DSparkHandle:
         """Measure what a forward over several tokens of one row costs, and remember it.
 
         Args:
-            widths: Numbers of new tokens.
-            context: Cached tokens before them.
-            repeats: Forwards per width; the median counts.
+            widths: Numbers of new tokens, at least one number.
+            context: Cached tokens before them, at least 1; with the widest they must fit the
+                model's positions.
+            repeats: Forwards per width, at least 1; the median counts.
 
         Returns:
             dict[int, float]: Seconds by width.
+
+        Raises:
+            NotImplementedError: If no target is exact for the model (`target_choice().path` is
+                None): there is nothing to draft for.
         """
         with self.lock:
             target = self.target_choice().build(self.model, context + max(widths))

@@ -103,10 +103,18 @@ class LifetimeMetrics:
     """Sums over every row a wrapped model has decoded.
 
     Attributes:
-        rows: Rows finished by this package's loop.
+        rows: Rows finished by this package's loop; the sums below are over these rows.
+        new_tokens: Tokens committed after the prompts.
+        rounds: Target forwards after the prompts', counted once for each row in them.
+        drafted: Draft tokens proposed.
+        verified: Draft tokens the target scored.
+        accepted: Draft tokens committed.
+        draft_s: Seconds in the drafter.
+        verify_s: Seconds in target forwards, prompts included.
+        other_s: Seconds elsewhere in the loop.
         fallback_calls: Calls that ran in the model's own loop.
         fallback_reasons: How often each reason sent a call there.
-        last: Records of the latest call, one per row.
+        last: Records of the latest call, one per row, whichever loop ran it.
     """
 
     rows: int = 0
@@ -124,11 +132,15 @@ class LifetimeMetrics:
 
     @property
     def accepted_length(self) -> float:
-        """Tokens committed per round over all rows, the target's own token included."""
+        """Tokens committed per round over all rows, the target's own token included; 0 if none."""
         return (self.new_tokens - self.rows) / self.rounds if self.rounds else 0.0
 
     def add(self, records: list[SpeculationRecord]) -> None:
-        """Add the rows of one finished call."""
+        """Add the rows of one finished call.
+
+        Args:
+            records: One per row; kept as `last`.
+        """
         self.last = records
         for record in records:
             self.rows += 1
@@ -139,6 +151,10 @@ class LifetimeMetrics:
                 setattr(self, name, getattr(self, name) + getattr(record, name))
 
     def count_fallback(self, reason: str) -> None:
-        """Count a call that the model's own loop ran."""
+        """Count a call that the model's own loop ran.
+
+        Args:
+            reason: Why; a key of `fallback_reasons`.
+        """
         self.fallback_calls += 1
         self.fallback_reasons[reason] = self.fallback_reasons.get(reason, 0) + 1

@@ -36,6 +36,8 @@ class Row:
         on_token: Called with every committed token, for streaming.
         scores: Processed scores of every emitted token, or None when not wanted.
         logits: Raw logits of every emitted token, or None when not wanted.
+        finished: Whether a stop was met.
+        record: The row's statistics.
     """
 
     row_id: int

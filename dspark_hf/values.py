@@ -17,11 +17,13 @@ class DraftRequest:
 
     Attributes:
         row_id: Stable name of the row while it is decoded; key per-row state by it.
-        ids: All committed tokens of the row, prompt first, padding never included. Do not modify.
+        ids: All committed tokens of the row, prompt first, padding never included. The row's own
+            list, which grows between rounds: do not modify it, copy what you keep.
         max_tokens: Most draft tokens wanted this round, at least 1.
-        warp: None for greedy decoding; otherwise the row's sampling distribution (temperature,
-            top-k, ...), to be applied to the drafter's logits when it samples.
-        generator: Source of randomness for sampled drafts, one per row.
+        warp: None for greedy decoding; otherwise turns logits of shape (T, V) into the
+            probabilities the row samples from (temperature, top-k, ...). Apply it to the drafter's
+            logits before drawing, so that draft and target agree more often; doing so is optional.
+        generator: Source of randomness for sampled drafts, one per row, on the CPU.
     """
 
     row_id: int
@@ -36,12 +38,13 @@ class Proposal:
     """Draft tokens for one row.
 
     Attributes:
-        ids: Proposed tokens, first to last; empty when the drafter has nothing to say.
+        ids: Proposed tokens, first to last; empty when the drafter has nothing to say. Where
+            tokens are drawn, how many is decided before the first draw.
         probs: The distribution each token was *drawn from*, float of shape (len(ids), V), or None
             when the proposal is deterministic (a one-point distribution). Losslessness under
             sampling rests on this being exact.
         signal: Which acceptance statistics the proposal belongs to, a small integer that depends
-            only on tokens before the proposal (for lookup: the matched length).
+            only on tokens before the proposal (for lookup: the matched length). 0 for all is fine.
     """
 
     ids: Sequence[int] = ()

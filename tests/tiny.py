@@ -12,82 +12,31 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
-    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
-    Lfm2Config,
     LlamaConfig,
-    Mamba2Config,
-    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     Phi3Config,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
 )
 
-VOCAB = 160
-PAD = 0
-WINDOW = 8
-"""Sliding window of every tiny model that has one; 24 new tokens run well past it."""
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-_COMMON: dict[str, Any] = {
-    "initializer_range": 0.6,
-    "tie_word_embeddings": False,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-def build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Build a model with seeded random weights, in evaluation mode.
-
-    Args:
-        config: The architecture and its sizes.
-        seed: Seed of the weights; torch's global random state is left as found.
-
-    Returns:
-        PreTrainedModel: An fp32 model on the CPU that generates until its length limit.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        # Biases start at zero and norms at one; unless they vary, an ignored one goes unnoticed.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.generation_config.eos_token_id = None
-    model.generation_config.bos_token_id = None
-    model.generation_config.pad_token_id = PAD
-    return model
+from tiny_base import COMMON, FULL, PAD, SHAPE, SLIDING, VOCAB, WINDOW, build
+from tiny_recurrent import falcon_h1, lfm2, mamba, mamba2, qwen3_next
 
 
 def llama(seed: int = 5, **overrides: Any) -> PreTrainedModel:
     """Llama: grouped heads, rotary positions; `overrides` are LlamaConfig fields."""
-    return build(LlamaConfig(**{**_SHAPE, **_COMMON, **overrides}), seed)
+    return build(LlamaConfig(**{**SHAPE, **COMMON, **overrides}), seed)
 
 
 def llama_heads(num_heads: int, num_kv_heads: int, seed: int = 5) -> PreTrainedModel:
@@ -103,29 +52,29 @@ def llama_heads(num_heads: int, num_kv_heads: int, seed: int = 5) -> PreTrainedM
 
 def qwen2() -> PreTrainedModel:
     """Qwen2: biases on queries, keys and values."""
-    return build(Qwen2Config(**_SHAPE, **_COMMON), seed=3)
+    return build(Qwen2Config(**SHAPE, **COMMON), seed=3)
 
 
 def qwen3() -> PreTrainedModel:
     """Qwen3: normalised queries and keys."""
-    return build(Qwen3Config(**_SHAPE, **_COMMON, head_dim=16), seed=8)
+    return build(Qwen3Config(**SHAPE, **COMMON, head_dim=16), seed=8)
 
 
 def mistral() -> PreTrainedModel:
     """Mistral with a sliding window in every layer."""
-    return build(MistralConfig(**_SHAPE, **_COMMON, head_dim=8, sliding_window=WINDOW), seed=9)
+    return build(MistralConfig(**SHAPE, **COMMON, head_dim=8, sliding_window=WINDOW), seed=9)
 
 
 def gemma2() -> PreTrainedModel:
     """Gemma 2: soft-capped scores and logits, windows in every second layer."""
     model = build(
         Gemma2Config(
-            **_SHAPE,
-            **_COMMON,
+            **SHAPE,
+            **COMMON,
             head_dim=16,
             query_pre_attn_scalar=16,
             sliding_window=WINDOW,
-            layer_types=[_SLIDING, _FULL, _SLIDING],
+            layer_types=[SLIDING, FULL, SLIDING],
             attn_logit_softcapping=5.0,
             final_logit_softcapping=30.0,
         ),
@@ -140,12 +89,12 @@ def gemma3() -> PreTrainedModel:
     """Gemma 3 text: windows in most layers, another rotary base in the full one."""
     return build(
         Gemma3TextConfig(
-            **_SHAPE,
-            **_COMMON,
+            **SHAPE,
+            **COMMON,
             head_dim=16,
             query_pre_attn_scalar=16,
             sliding_window=WINDOW,
-            layer_types=[_SLIDING, _SLIDING, _FULL],
+            layer_types=[SLIDING, SLIDING, FULL],
         ),
         seed=8,
     )
@@ -153,13 +102,13 @@ def gemma3() -> PreTrainedModel:
 
 def phi3() -> PreTrainedModel:
     """Phi-3: fused projections."""
-    return build(Phi3Config(**_SHAPE, **_COMMON), seed=7)
+    return build(Phi3Config(**SHAPE, **COMMON), seed=7)
 
 
 def gpt2() -> PreTrainedModel:
     """GPT-2: learned absolute positions."""
     return build(
-        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, **_COMMON),
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, **COMMON),
         seed=13,
     )
 
@@ -176,7 +125,7 @@ def opt() -> PreTrainedModel:
             max_position_embeddings=256,
             word_embed_proj_dim=32,
             init_std=0.6,
-            **_COMMON,
+            **COMMON,
         ),
         seed=10,
     )
@@ -185,7 +134,7 @@ def opt() -> PreTrainedModel:
 def bloom() -> PreTrainedModel:
     """Bloom: linear position biases, outside the attention interface."""
     return build(
-        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **_COMMON), seed=21
+        BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, **COMMON), seed=21
     )
 
 
@@ -202,7 +151,7 @@ def falcon_alibi() -> PreTrainedModel:
 def mixtral() -> PreTrainedModel:
     """Mixtral: a mixture of experts in every layer."""
     return build(
-        MixtralConfig(**_SHAPE, **_COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+        MixtralConfig(**SHAPE, **COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
         seed=5,
     )
 
@@ -211,8 +160,8 @@ def qwen3_moe() -> PreTrainedModel:
     """Qwen3-MoE: normalised queries and keys, experts in every layer."""
     return build(
         Qwen3MoeConfig(
-            **_SHAPE,
-            **_COMMON,
+            **SHAPE,
+            **COMMON,
             head_dim=16,
             moe_intermediate_size=24,
             num_experts=4,
@@ -226,11 +175,11 @@ def gpt_oss() -> PreTrainedModel:
     """gpt-oss: attention sinks, windows in every second layer, experts."""
     return build(
         GptOssConfig(
-            **_SHAPE,
-            **_COMMON,
+            **SHAPE,
+            **COMMON,
             head_dim=16,
             sliding_window=WINDOW,
-            layer_types=[_SLIDING, _FULL, _SLIDING],
+            layer_types=[SLIDING, FULL, SLIDING],
             num_local_experts=4,
             num_experts_per_tok=2,
         ),
@@ -240,11 +189,11 @@ def gpt_oss() -> PreTrainedModel:
 
 def deepseek_v3() -> PreTrainedModel:
     """DeepSeek-V3: latent attention whose values are narrower than its keys."""
-    shape = {**_SHAPE, "num_key_value_heads": 4}
+    shape = {**SHAPE, "num_key_value_heads": 4}
     return build(
         DeepseekV3Config(
             **shape,
-            **_COMMON,
+            **COMMON,
             q_lora_rank=24,
             kv_lora_rank=16,
             qk_rope_head_dim=8,
@@ -262,77 +211,6 @@ def deepseek_v3() -> PreTrainedModel:
     )
 
 
-def qwen3_next() -> PreTrainedModel:
-    """Qwen3-Next: recurrent (gated delta) layers between full attention ones."""
-    return build(
-        Qwen3NextConfig(
-            **_SHAPE,
-            **_COMMON,
-            head_dim=16,
-            layer_types=["linear_attention", _FULL, "linear_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            linear_conv_kernel_dim=4,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-            num_experts=4,
-            num_experts_per_tok=2,
-        ),
-        seed=9,
-    )
-
-
-def mamba() -> PreTrainedModel:
-    """Mamba: no attention at all, only recurrent state."""
-    return build(
-        MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=8, num_hidden_layers=3, **_COMMON),
-        seed=0,
-    )
-
-
-def mamba2() -> PreTrainedModel:
-    """Mamba 2: recurrent like Mamba, and able to continue by several tokens at once."""
-    return build(
-        Mamba2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            state_size=8,
-            num_hidden_layers=3,
-            num_heads=4,
-            head_dim=16,
-            n_groups=2,
-            chunk_size=8,
-            **_COMMON,
-        ),
-        seed=7,
-    )
-
-
-def falcon_h1() -> PreTrainedModel:
-    """Falcon-H1: attention and recurrent state side by side in every layer."""
-    return build(
-        FalconH1Config(
-            **_SHAPE,
-            **_COMMON,
-            head_dim=8,
-            mamba_n_heads=4,
-            mamba_d_head=16,
-            mamba_d_ssm=64,
-            mamba_n_groups=1,
-            mamba_d_state=8,
-            mamba_chunk_size=8,
-        ),
-        seed=8,
-    )
-
-
-def lfm2() -> PreTrainedModel:
-    """LFM2: short convolutions, which can be rolled back, between full attention layers."""
-    return build(Lfm2Config(**_SHAPE, **_COMMON, layer_types=["conv", _FULL, "conv"]), seed=5)
-
-
 def _falcon(*, alibi: bool, seed: int) -> PreTrainedModel:
     return build(
         FalconConfig(
@@ -342,7 +220,7 @@ def _falcon(*, alibi: bool, seed: int) -> PreTrainedModel:
             num_attention_heads=4,
             alibi=alibi,
             max_position_embeddings=256,
-            **_COMMON,
+            **COMMON,
         ),
         seed,
     )

@@ -58,7 +58,7 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
 
     Returns:
         dict[str, list[Table]]: "prompts-bfloat16" and so on for each entry, "prompts" and so on
-        for a section in every dtype, and "overview".
+        for a section in every dtype, "overview", and the sentence "headline".
     """
     runs = results["runs"]
     tables: dict[str, list[Table]] = {}

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Guesses the next tokens of each row; the target decides which guesses stand.
 
-    A drafter may be wrong about everything and the text stays the target's. Two rules only:
-    `Proposal.probs` is exactly the distribution the tokens were drawn from (None when they were
-    not drawn at random), and `Proposal.signal` depends only on tokens before the proposal.
+    A drafter may be wrong about everything and the text stays the target's. Two rules only, both
+    for rejection sampling: `Proposal.probs` is exactly the distribution the tokens were drawn from
+    (None when they were not drawn at random), and what else the proposal says, its `signal` and
+    its number of tokens, depends only on tokens before it. `docs/drafters.md` tells why.
+
+    Calls for one model come one at a time; `row_id` is unique in the process, so that one object
+    may draft for several models.
     """
 
     name: str
@@ -29,7 +33,8 @@ class Drafter(Protocol):
             requests: One per row that wants a draft this round.
 
         Returns:
-            list[Proposal]: One per request, in order; an empty proposal is always allowed.
+            list[Proposal]: One per request, in order; an empty proposal says nothing. Tokens beyond
+            `max_tokens` are dropped; ids the target does not know are a CheckpointError.
         """
 
     def free(self, row_id: int) -> None:

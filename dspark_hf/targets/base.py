@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedRow:
-    """A row's place in an exported cache: `length` tokens from position `offset`."""
+    """A row's place in an exported cache.
+
+    Attributes:
+        row_id: The row.
+        length: Tokens it takes along.
+        offset: Position of the first of them: the row's left padding.
+    """
 
     row_id: int
     length: int

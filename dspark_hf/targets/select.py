@@ -65,7 +65,8 @@ class Choice:
         if self.path == "rowwise":
             return RowwiseTarget(model)
         raise NotImplementedError(
-            f"{type(model).__name__} cannot verify drafts exactly: {self.reason}."
+            f"{type(model).__name__} must verify drafts exactly to be decoded here; got: "
+            f"{self.reason}. Call generate(), which uses the model's own loop."
         )
 
 

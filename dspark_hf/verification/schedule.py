@@ -1,7 +1,8 @@
 """Schedules: how many draft tokens each row asks for and verifies.
 
-A schedule may look at tokens before a proposal, at its `signal`, and at what past rounds cost and
-accepted; never at the drafted tokens themselves, or sampling would no longer be exact.
+A schedule may look at tokens before a proposal, at its `signal` and number of tokens, and at what
+past rounds cost and accepted; never at the drafted tokens themselves, or sampling would no longer
+be exact.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ CHEAP = 0.05
 
 @dataclass(frozen=True)
 class RowState:
-    """What a schedule knows of a row: its name, cached tokens, and the most it may verify."""
+    """What a schedule knows of a row.
+
+    Attributes:
+        row_id: The row.
+        context: Tokens it has cached.
+        room: Most draft tokens it may verify.
+    """
 
     row_id: int
     context: int
@@ -47,7 +54,14 @@ class RowState:
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What became of a row's draft: verified tokens, accepted ones, and the proposal's signal."""
+    """What became of a row's draft.
+
+    Attributes:
+        row_id: The row.
+        signal: Of the proposal.
+        verified: Draft tokens the target scored.
+        accepted: Draft tokens committed.
+    """
 
     row_id: int
     signal: int
