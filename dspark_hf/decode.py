@@ -168,8 +168,8 @@ class Decoder:
         if proposal.probs is not None and len(proposal.probs) < len(proposal.ids):
             raise CheckpointError(
                 f"drafter {name!r} must give one distribution per proposed token; got "
-                f"{len(proposal.probs)} for {len(proposal.ids)} tokens. Return one row of probs per "
-                "token, or None for tokens that were not drawn."
+                f"{len(proposal.probs)} for {len(proposal.ids)} tokens. Return one row of "
+                "probs per token, or None for tokens that were not drawn."
             )
         if len(proposal.ids) <= max_tokens:
             return proposal

@@ -53,8 +53,10 @@ def verify(
     acceptance: Annotated[
         str, typer.Option(help="Rule of the sampling test: rejection or coupled.")
     ] = "rejection",
-    samples: Annotated[int, typer.Option(min=0, help="Of the sampling test; 0 skips it.")] = 400,
-    seed: Annotated[int, typer.Option(help="Of the sampling test.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Samples of the sampling test; 0 skips it.")
+    ] = 400,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling test.")] = 0,
     kw: Annotated[
         list[str] | None,
         typer.Option(help="Setting of generate(), such as repetition_penalty=1.1; repeatable."),

@@ -255,6 +255,16 @@ def test_a_schedule_that_looks_at_the_token_it_schedules_is_caught() -> None:
     assert deviation(target, honest(table(3, seed=7)), peeking, 3, 2) > BIASED
 
 
+def dropping(_text: Text, block: Text) -> int:
+    """Keep a draft up to the first token 1: a drafter that withdraws what it has drawn."""
+    return block.index(1) if 1 in block else len(block)
+
+
+def test_a_sampling_drafter_that_withdraws_its_own_draws_is_caught() -> None:
+    target = table(3, seed=6)
+    assert deviation(target, honest(table(3, seed=7)), dropping, 3, 2) > BIASED
+
+
 def test_the_bias_of_a_peeking_schedule_is_the_published_one() -> None:
     # DSpark, arXiv:2607.05147, appendix A: (0.7, 0.3) becomes (0.85, 0.15).
     target = torch.tensor([0.7, 0.3], dtype=torch.float64)
