@@ -44,11 +44,14 @@ def assistant_drafter(
     special = ("assistant_early_exit", "use_mtp", "speculation_type", "assistant_ensemble_weight")
     if any(getattr(config, name, None) for name in special):
         return None
+    lookups: dict[int, LookupDrafter] = model.dspark.lookups
     if assistant_model is None:
         if config.prompt_lookup_num_tokens is None:
             return None
         longest = config.max_matching_ngram_size or 2
-        return LookupDrafter(max_ngram=longest, stop_ids=special_ids(model))
+        return lookups.setdefault(
+            longest, LookupDrafter(max_ngram=longest, stop_ids=special_ids(model))
+        )
     if not isinstance(assistant_model, PreTrainedModel) or not assistant_model.can_generate():
         return None
     if assistant_model.config.is_encoder_decoder:

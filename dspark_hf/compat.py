@@ -7,9 +7,15 @@ against 5.20 and 5.24.
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import nn
+from transformers import AttentionInterface
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -18,11 +24,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
     from transformers import PreTrainedModel
 
 CACHE_KEYS = ("cache", "past_key_values", "cache_params")
@@ -50,6 +56,33 @@ def is_user_cache(cache: Cache | None) -> bool:
 def text_config(model: PreTrainedModel) -> Any:
     """Return the decoder's text configuration."""
     return model.config.get_text_config(decoder=True)
+
+
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that decodes text, without image or audio towers."""
+    find = getattr(model, "get_decoder", None)
+    found = find() if callable(find) else None
+    return found if isinstance(found, nn.Module) else cast("nn.Module", model)
+
+
+def has_dropout(model: PreTrainedModel) -> bool:
+    """Tell whether forwards of the model drop anything at random right now."""
+    if not model.training:
+        return False
+    return any(
+        module.training and (getattr(module, "attention_dropout", 0) or _dropped_by(module))
+        for module in cast("nn.Module", model).modules()
+    )
+
+
+def _dropped_by(module: nn.Module) -> float:
+    return module.p if isinstance(module, nn.Dropout) else 0.0
+
+
+def is_autocast(model: PreTrainedModel) -> bool:
+    """Tell whether forwards of the model run under autocast right now."""
+    device = "cpu" if model.device.type == "meta" else model.device.type
+    return torch.is_autocast_enabled(device)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache:
@@ -111,7 +144,7 @@ def supports_logits_to_keep(model: PreTrainedModel) -> bool:
 
 def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the model's attention implementation."""
-    return cast("str", text_config(model)._attn_implementation)  # noqa: SLF001 - no public reader
+    return original_attention(text_config(model))
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:
@@ -124,17 +157,56 @@ def attention_configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+@dataclass
+class _Switched:
+    """A configuration pointed elsewhere: how many forwards want it, and what it says otherwise."""
+
+    config: Any
+    original: str
+    users: int = 0
+
+
+_guard = threading.Lock()
+_switched: dict[int, _Switched] = {}
+"""By the configuration's identity. Threads and models may share one: the last user restores it."""
+
+
 @contextmanager
 def attention_set_to(configs: list[Any], name: str) -> Iterator[None]:
-    """Point configurations at an attention implementation for a while."""
-    saved = [config._attn_implementation_internal for config in configs]  # noqa: SLF001
-    try:
+    """Point configurations at an attention implementation while at least one forward wants it."""
+    with _guard:
         for config in configs:
-            config._attn_implementation_internal = name  # noqa: SLF001 - the setter is slow
+            original = config._attn_implementation_internal  # noqa: SLF001 - the setter is slow
+            _switched.setdefault(id(config), _Switched(config, original)).users += 1
+            config._attn_implementation_internal = name  # noqa: SLF001 - as above
+    try:
         yield
     finally:
-        for config, old in zip(configs, saved, strict=True):
-            config._attn_implementation_internal = old  # noqa: SLF001 - as above
+        with _guard:
+            for config in configs:
+                entry = _switched[id(config)]
+                entry.users -= 1
+                if not entry.users:
+                    config._attn_implementation_internal = entry.original  # noqa: SLF001 - as above
+                    del _switched[id(config)]
+
+
+def original_attention(config: Any) -> str:
+    """Return the attention implementation a configuration names when no forward has switched it."""
+    entry = _switched.get(id(config))
+    name = config._attn_implementation if entry is None else entry.original  # noqa: SLF001
+    return cast("str", name)
+
+
+def attention_function(name: str, module: nn.Module) -> Any:
+    """Return the function of an attention implementation; "eager" is the model file's own."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(name, own)
+
+
+def mask_function(name: str) -> Any:
+    """Return the function that builds masks for an attention implementation."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
 def can_switch_attention(model: PreTrainedModel) -> bool:

@@ -153,7 +153,9 @@ class Decoder:
         for i, answer in zip(places, answers, strict=True):
             proposals[i] = self._checked(answer, asked[i])
         longest = max(len(proposal.ids) for proposal in proposals)
-        self.schedule.observe_draft(longest, perf_counter() - begin)
+        # A row's first draft also pays for reading its prompt.
+        if longest and all(rows[i].record.drafted for i in places):
+            self.schedule.observe_draft(longest, perf_counter() - begin)
         return proposals
 
     def _checked(self, proposal: Proposal, max_tokens: int) -> Proposal:
@@ -215,5 +217,8 @@ class Decoder:
     def _step_alone(self, row: Row) -> torch.Tensor:
         """Feed the row's newest token alone, as plain decoding does, and return its logits."""
         row.record.rechecks += 1
+        begin = perf_counter()
         self.target.rollback(row.row_id, len(row.ids) - 1)
-        return self.target.forward([Feed(row.row_id, row.ids[-1:], 1)])[0][0].to(row.device)
+        logits = self._verify([Feed(row.row_id, row.ids[-1:], 1)])[0][0].to(row.device)
+        row.record.verify_s += perf_counter() - begin
+        return logits

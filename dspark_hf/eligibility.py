@@ -41,7 +41,7 @@ def settings_refusal(model: PreTrainedModel, call: Call) -> str | None:
     config, batch_size = call.generation_config, call.input_ids.shape[0]
     checks = [
         (model.config.is_encoder_decoder, "encoder-decoder models"),
-        (model.training, "the model is in training mode, where dropout may act; call eval()"),
+        (compat.has_dropout(model), "the model is in training mode with dropout; call eval()"),
         (not config.use_cache, "use_cache=False"),
         (bool(config.output_attentions), "output_attentions=True"),
         (bool(config.output_hidden_states), "output_hidden_states=True"),

@@ -143,8 +143,13 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
                 held_rows = _release_finished(held_rows, decoder)
             decoder.round(active)
         cache = _export(model, call, rows, decoder) if wants_cache else None
+    except BaseException:
+        if held > 0 or is_shared:
+            _put_right(rows[0], call, decoder)
+        raise
     finally:
-        for row in held_rows:
+        # Last slot first: freeing another one moves the last row into it.
+        for row in reversed(held_rows):
             decoder.finish(row)
         for row in rows:
             row.record.path = decoder.target.path
@@ -155,7 +160,7 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
 
 def _release_finished(rows: Sequence[Row], decoder: Decoder) -> list[Row]:
     """Let finished rows leave; return the others."""
-    for row in rows:
+    for row in reversed(rows):
         if row.finished:
             decoder.finish(row)
     return [row for row in rows if not row.finished]
@@ -205,6 +210,18 @@ def _export(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: De
     except NotImplementedError as error:
         logger.warning("No cache is returned: %s", error)
         return None
+
+
+def _put_right(row: Row, call: Call, decoder: Decoder) -> None:
+    """Take back what a broken-off round left in the caller's own cache: unverified drafts."""
+    kept = min(decoder.target.length(row.row_id), len(row.ids) - 1)
+    if kept <= 0 or decoder.target.path != "rowwise":
+        # A flat target works on a copy: the caller's cache is as it was.
+        return
+    try:
+        decoder.target.export([CachedRow(row.row_id, kept, 0)], kept, cast("Cache", call.cache))
+    except Exception:
+        logger.exception("The cache handed to this call could not be put right; start a new one.")
 
 
 def _output(call: Call, rows: Sequence[Row], cache: Cache | None) -> Any:

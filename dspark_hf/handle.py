@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
+    from dspark_hf.drafting.lookup import LookupDrafter
 
 logger = logging.getLogger(__name__)
 
-MIN_POSITIONS, MAX_POSITIONS = 128, 4096
-"""Bounds of the first cache allocation per row, in tokens; longer rows grow it."""
+FIRST_POSITIONS = 256
+"""Positions allocated beyond the prompt at first, in tokens; longer texts grow the cache."""
 
 
 @dataclass
@@ -43,6 +44,7 @@ class DSparkHandle:
         metrics: Sums over the model's life.
         costs: Measured costs of the target's forwards.
         lock: Held while a call is decoded: calls of one model from several threads take turns.
+        lookups: Lookup drafters of calls with `prompt_lookup_num_tokens=`, by longest match.
         assistants: Drafters made of models that callers passed as `assistant_model=`, by id.
     """
 
@@ -54,6 +56,7 @@ class DSparkHandle:
     lock: Any = field(default_factory=threading.RLock, repr=False)
     _choices: dict[Any, Choice] = field(default_factory=dict)
     _schedules: dict[Any, CostAwareSchedule] = field(default_factory=dict)
+    lookups: dict[int, LookupDrafter] = field(default_factory=dict, repr=False)
     assistants: dict[int, Drafter] = field(default_factory=dict, repr=False)
     _warned: set[str] = field(default_factory=set)
 
@@ -75,7 +78,9 @@ class DSparkHandle:
             Choice: Path and reason, one per dtype and attention implementation of the model.
         """
         with self.lock:
-            key = (self.model.dtype, compat.attention_name(self.model))
+            # Autocast rounds a float32 model as 16 bits do; what agrees there says nothing here.
+            is_cast = compat.is_autocast(self.model)
+            key = (self.model.dtype, compat.attention_name(self.model), is_cast)
             if key not in self._choices:
                 choice = choose_target(self.model)
                 self._choices[key] = choice
@@ -101,13 +106,13 @@ class DSparkHandle:
         Args:
             drafter: Who drafts.
             config: Settings of the call.
-            num_positions: Tokens its longest row may reach.
+            num_positions: Tokens to make room for per row at first.
             prefill_tokens: Most prompt tokens fed at once; None for all.
 
         Returns:
             Decoder: With an empty target.
         """
-        size = min(max(num_positions + config.max_draft_tokens, MIN_POSITIONS), MAX_POSITIONS)
+        size = num_positions + config.max_draft_tokens
         is_half = self.model.dtype not in (torch.float32, torch.float64)
         recheck = config.exactness == "recheck" and is_half
         return Decoder(

@@ -63,11 +63,13 @@ def _check_ids(model: PreTrainedModel, ids: torch.Tensor) -> None:
 
 
 def _check_prompt(model: PreTrainedModel, ids: torch.Tensor, mask: Any) -> None:
-    limit, _ = position_limit(model)
+    limit, is_table = position_limit(model)
     longest = _longest(ids, mask)
-    if limit is not None and longest > limit and not model.config.is_encoder_decoder:
+    # Rotary and ALiBi positions have no last one; Transformers warns and goes on, and so do we.
+    if limit is not None and is_table and longest > limit and not model.config.is_encoder_decoder:
         raise CapacityError(
-            f"a prompt must fit the model's {limit} positions; got {longest} tokens. Shorten it."
+            f"a prompt must fit the model's {limit} learned positions; got {longest} tokens. "
+            "Shorten it."
         )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from dspark_hf import generation
 from dspark_hf.eligibility import inputs_refusal, settings_refusal
+from dspark_hf.handle import FIRST_POSITIONS
 from dspark_hf.inputs import check_room
 from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.processing import RowProcessors, refusal
@@ -53,13 +54,20 @@ def decode_call(
         decoder = handle.decoder(
             drafter,
             config,
-            call.generation_config.max_length or call.input_ids.shape[1],
+            _first_positions(call),
             prefill_tokens=call.generation_config.prefill_chunk_size,
         )
         rows = generation.make_rows(handle.model, call, config)
         output = generation.decode(handle.model, call, rows, decoder)
         handle.metrics.add([row.record for row in rows])
     return output
+
+
+def _first_positions(call: generation.Call) -> int:
+    """Return how many tokens per row to make room for: the prompt and a little more."""
+    wanted = call.input_ids.shape[1] + FIRST_POSITIONS
+    limit = call.generation_config.max_length
+    return wanted if limit is None else min(wanted, limit)
 
 
 def run_own_loop(

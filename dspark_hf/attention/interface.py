@@ -1,7 +1,8 @@
 """The "dspark" attention and mask functions, registered with Transformers.
 
-Outside a ragged forward both do what SDPA does, so a model left on "dspark" by an interrupted
-thread still computes the right thing. Registering the attention without the mask would make
+While a ragged forward runs, its configuration says "dspark" to every thread. Outside of it both
+functions do what the configuration said before, so that a plain forward elsewhere computes what it
+always did. Registering the attention without the mask would make
 Transformers pass no mask at all, and the model would see the future.
 """
 
@@ -16,9 +17,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
+from dspark_hf import compat
 from dspark_hf.errors import ExpandsCacheError, UnsupportedByFlatError
 from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
 from dspark_kernels.ragged_attention.op import packed_attention
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dspark_hf.targets.cache import DSparkCache, DSparkLayer
 
 NAME = "dspark"
+MAX_CHUNK = 1024
+"""Most queries of a row attended at once where a mask is needed."""
 _HARMLESS = frozenset(
     {
         "position_ids", "position_embeddings", "use_cache", "return_dict", "logits_to_keep",
@@ -56,10 +58,17 @@ def register() -> None:
 
 
 def dspark_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Return no mask inside a ragged forward, SDPA's mask anywhere else."""
+    """Return no mask inside a ragged forward, the model's own kind of mask anywhere else."""
     if _cache.get() is not None:
         return None
-    return cast("torch.Tensor | None", sdpa_mask(*args, **kwargs))
+    build = compat.mask_function(_outside(kwargs.get("config")))
+    return cast("torch.Tensor | None", build(*args, **kwargs))
+
+
+def _outside(config: Any) -> str:
+    """Return the attention a configuration means outside ragged forwards."""
+    name = NAME if config is None else compat.original_attention(config)
+    return "sdpa" if name == NAME else name
 
 
 def dspark_attention(
@@ -71,7 +80,7 @@ def dspark_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend each row of the step to its own slot of the cache.
 
     Args:
@@ -85,7 +94,8 @@ def dspark_attention(
         **kwargs: What the model passes on; anything with an unknown meaning is refused.
 
     Returns:
-        tuple[torch.Tensor, None]: Output of shape (1, N, Hq, Dv); attention weights are not kept.
+        tuple[torch.Tensor, torch.Tensor | None]: Output of shape (1, N, Hq, Dv), contiguous, and
+        no attention weights.
 
     Raises:
         UnsupportedByFlatError: If the model asks for something this function does not do.
@@ -93,10 +103,14 @@ def dspark_attention(
     """
     cache = _cache.get()
     if cache is None:
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return out, None
+        attend = compat.attention_function(_outside(module.config), module)
+        return cast(
+            "tuple[torch.Tensor, torch.Tensor | None]",
+            attend(
+                module, query, key, value, attention_mask,
+                dropout=dropout, scaling=scaling, **kwargs,
+            ),
+        )  # fmt: skip
     layer = cast("DSparkLayer", cache.layers[cache.current_layer])
     _refuse_unknown(module, attention_mask, dropout, layer, kwargs)
     if not cache.gathers and not layer.holds(key, value):
@@ -124,7 +138,8 @@ def dspark_attention(
             outs.append(_attend_prompt(part, key[:, :, span], value[:, :, span], group, form))
         else:
             outs.append(_attend_rows(part, *layer.view(group), group, form))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
+    # Models may view the result, as that of Transformers' own functions.
+    return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
 @dataclass(frozen=True)
@@ -161,20 +176,36 @@ def _attend_rows(
     if gather is not None:
         query = query.index_select(2, gather[0])
     query = query.reshape(num_heads, num_rows, -1, query.shape[-1]).transpose(0, 1)
-    if form.is_unpacked(num_rows, query):
-        visible = group.visible(form.window, query.device)
-        mask = None if visible is None else visible[:, None]
-        out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=form.scale, enable_gqa=True
-        ).transpose(1, 2)
-    else:
-        heads_per_key = num_heads // keys.shape[1]
-        mask = group.packed_mask(form.window, heads_per_key, query.dtype, query.device)
-        out = packed_attention(
-            query, keys, values, mask, scale=form.scale, softcap=form.softcap, sinks=form.sinks
-        )
+    chunks = [
+        _attend_chunk(query[:, :, start : start + MAX_CHUNK], keys, values, group, form, start)
+        for start in range(0, query.shape[2], MAX_CHUNK)
+    ]
+    out = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
     out = out.reshape(1, -1, num_heads, out.shape[-1])
     return out if gather is None else out.index_select(1, gather[1])
+
+
+def _attend_chunk(
+    query: torch.Tensor,  # [B, Hq, T, D]
+    keys: torch.Tensor,  # [B, Hkv, S, D]
+    values: torch.Tensor,  # [B, Hkv, S, Dv]
+    group: Group,
+    form: _Form,
+    start: int,
+) -> torch.Tensor:  # [B, T, Hq, Dv]
+    """Attend the group's queries from `start` on; few at a time, so that masks stay small."""
+    span = (start, start + query.shape[2])
+    if form.is_unpacked(len(group.segments), query):
+        visible = group.visible(form.window, query.device, span)
+        mask = None if visible is None else visible[:, None]
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=form.scale, enable_gqa=True
+        ).transpose(1, 2)
+    heads_per_key = query.shape[1] // keys.shape[1]
+    packed = group.packed_mask(form.window, heads_per_key, query.dtype, query.device, span)
+    return packed_attention(
+        query, keys, values, packed, scale=form.scale, softcap=form.softcap, sinks=form.sinks
+    )
 
 
 def _attend_prompt(

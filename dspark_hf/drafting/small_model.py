@@ -56,11 +56,15 @@ class ModelDrafter:
         self._choice: Choice | None = None
         self._target: Target | None = None
         self._fed: dict[int, list[int]] = {}
+        self._committed: dict[int, int] = {}
+        self._blocked: set[int] = set()
 
     @torch.no_grad()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Draft token by token, as the Drafter protocol says."""
         drafts = [_Draft(request) for request in requests]
+        for request in requests:
+            self._note_foreign_ids(request)
         growing = [draft for draft in drafts if self._wanted(draft) > 0]
         feeds = [self._catch_up(draft.request) for draft in growing]
         is_first = True
@@ -83,6 +87,8 @@ class ModelDrafter:
         """Forget a row."""
         if self._fed.pop(row_id, None) is not None and self._target is not None:
             self._target.free(row_id)
+        self._committed.pop(row_id, None)
+        self._blocked.discard(row_id)
         if not self._fed:
             # Nothing is kept between calls: neither memory nor tensors made in inference mode.
             self._target = None
@@ -96,19 +102,28 @@ class ModelDrafter:
     def _wanted(self, draft: _Draft) -> int:
         """Return how many tokens the row may be given: none past the drafter's last position."""
         request = draft.request
-        if request.ids[-1] >= self.vocab_size:
+        if request.row_id in self._blocked:
             return 0
         if self.limit is None:
             return request.max_tokens
         return min(request.max_tokens, self.limit - len(request.ids) + 1)
 
+    def _note_foreign_ids(self, request: DraftRequest) -> None:
+        """Stop drafting for a row that holds an id this model has no embedding for."""
+        known = self._committed.get(request.row_id, 0)
+        if any(token >= self.vocab_size for token in request.ids[known:]):
+            self._blocked.add(request.row_id)
+
     def _catch_up(self, request: DraftRequest) -> Feed:
         """Roll back to what was committed and feed the rest."""
         row_id, ids = request.row_id, request.ids
         fed = self._fed.setdefault(row_id, [])
-        common = min(len(fed), len(ids) - 1)
-        while common and fed[common - 1] != ids[common - 1]:
-            common -= 1
+        end = min(len(fed), len(ids) - 1)
+        # What was committed at the last call is still there; drafts fed since may differ.
+        common = min(self._committed.get(row_id, 0), end)
+        while common < end and fed[common] == ids[common]:
+            common += 1
+        self._committed[row_id] = len(ids)
         if fed:
             self._get_target().rollback(row_id, common)
         del fed[common:]

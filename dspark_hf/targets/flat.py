@@ -67,6 +67,9 @@ class FlatTarget:
         self._cache_key = compat.cache_key(model)
         self._configs = compat.attention_configs(model)
         self._keeps_logits = compat.supports_logits_to_keep(model)
+        devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
+        # Indices would be sent to the first device, while the states they pick lie on the last.
+        self._is_spread = len(devices) > 1
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""
@@ -101,13 +104,16 @@ class FlatTarget:
         }
         keep_all = len(wanted) == len(ids)
         if self._keeps_logits and not keep_all:
-            inputs["logits_to_keep"] = torch.tensor(wanted, device=device)
+            if wanted[0] == len(ids) - len(wanted):
+                inputs["logits_to_keep"] = len(wanted)
+            elif not self._is_spread:
+                inputs["logits_to_keep"] = torch.tensor(wanted, device=device)
         with (
             compat.attention_set_to(self._configs, interface.NAME),
             interface.ragged_forward(self.cache),
         ):
             logits = cast("torch.Tensor", self.model(**inputs).logits)[0]
-        if not keep_all and not self._keeps_logits:
+        if not keep_all and "logits_to_keep" not in inputs:
             logits = logits[torch.tensor(wanted, device=logits.device)]
         return logits.float()
 

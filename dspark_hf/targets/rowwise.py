@@ -34,6 +34,7 @@ class _RowCache:
     snapshot: list[dict[str, Any]] | None = None
     snapshot_length: int = 0
     held: bool = False
+    is_running: bool = False
 
 
 class RowwiseTarget:
@@ -98,7 +99,9 @@ class RowwiseTarget:
         if self._keeps_logits:
             # Some models put a configured number here, one for every forward.
             inputs["logits_to_keep"] = keep
+        row.is_running = True
         outputs = self.model(**inputs, return_dict=True)
+        row.is_running = False
         row.cache = compat.cache_of(outputs) or row.cache
         return cast("torch.Tensor", outputs.logits)[0, -keep:].float()
 
@@ -155,6 +158,8 @@ class RowwiseTarget:
                 "or read the sequences instead of the cache."
             )
         row = self._rows[rows[0].row_id]
+        if row.is_running:
+            self._undo_broken_forward(row)
         self.rollback(rows[0].row_id, rows[0].length)
         if row.pending:
             pending, row.pending = row.pending, []
@@ -162,6 +167,18 @@ class RowwiseTarget:
             row.ids.extend(pending)
         self._finish(row.cache)
         return row.cache
+
+    def _undo_broken_forward(self, row: _RowCache) -> None:
+        """Take out what a forward that raised wrote to some of the layers."""
+        row.is_running = False
+        if row.snapshot is not None:
+            _restore(row.cache, row.snapshot)
+            row.snapshot = None
+        elif _can_crop(row.cache):
+            for layer in row.cache.layers:
+                surplus = layer.get_seq_length() - len(row.ids)
+                if surplus > 0:
+                    layer.crop(-surplus)
 
     def _start(self, cache: Cache) -> Cache:
         if _can_crop(cache):

@@ -26,6 +26,8 @@ MAX_ERROR_FLOAT32 = 1e-3
 """Relative RMS of the logits in float32; rounding gives about 1e-6, a wrong mask about 1."""
 MAX_ERROR_HALF = 0.1
 """The same in 16 bits, where rounding of another kernel shape gives about 1e-2."""
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What a model raises when it is fed otherwise than it expects; anything else is ours to see."""
 CHECK_LENGTHS = (12, 7)
 """Prompt lengths of the self-check: unequal, so that a row seeing its neighbour is noticed."""
 
@@ -80,7 +82,7 @@ def choose_target(model: PreTrainedModel) -> Choice:
     Returns:
         Choice: The first of flat and rowwise that agrees.
     """
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         for gathers in (False, True):
@@ -91,18 +93,25 @@ def choose_target(model: PreTrainedModel) -> Choice:
                 continue
             except UnsupportedByFlatError as error:
                 reason = str(error)
+            except torch.OutOfMemoryError:
+                raise
+            except MODEL_ERRORS as error:
+                reason = f"{type(error).__name__}: {error}"
             if not reason:
                 return Choice("flat", gathers=gathers)
             break
         try:
             problem = _disagreement(RowwiseTarget(model), model)
-        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except MODEL_ERRORS as error:
             problem = f"{type(error).__name__}: {error}"
         if not problem:
             return Choice("rowwise", reason.rstrip("."))
         return Choice(None, f"{reason.rstrip('.')}; row by row, {problem}")
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
 
 
 def _disagreement(target: Target, model: PreTrainedModel) -> str:
@@ -121,6 +130,7 @@ def _disagreement(target: Target, model: PreTrainedModel) -> str:
         ("prompts", {0: (0, first), 1: (0, second)}),
         ("blocks", {0: (first, first + 3), 1: (second, second + 1)}),
         ("blocks after a rollback", {0: (first + 1, first + 5), 1: (second + 1, second + 4)}),
+        ("last tokens of blocks", {0: (first + 2, first + 5), 1: (second + 1, second + 4)}),
         ("single tokens", {0: (first + 5, first + 6), 1: (second + 4, second + 5)}),
     ]
     for name, spans in stages:
@@ -128,13 +138,15 @@ def _disagreement(target: Target, model: PreTrainedModel) -> str:
         for row, (start, end) in spans.items():
             if target.length(row) > start:
                 target.rollback(row, start)
-            feeds.append(Feed(row, tokens[row][start:end], end - start))
+            keep = 1 if name.startswith("last") else end - start
+            feeds.append(Feed(row, tokens[row][start:end], keep))
         for feed, logits in zip(feeds, target.forward(feeds), strict=True):
-            start, end = spans[feed.row_id]
-            if logits.shape[0] != end - start:
-                return f"{target.path} logits of {name} are {logits.shape[0]} for {end - start}"
-            error = _relative_error(logits, plain[feed.row_id][start:end])
-            limit = MAX_ERROR_FLOAT32 if model.dtype == torch.float32 else MAX_ERROR_HALF
+            end = spans[feed.row_id][1]
+            if logits.shape[0] != feed.keep:
+                return f"{target.path} logits of {name} are {logits.shape[0]} for {feed.keep}"
+            error = _relative_error(logits, plain[feed.row_id][end - feed.keep : end])
+            is_float32 = model.dtype == torch.float32 and not compat.is_autocast(model)
+            limit = MAX_ERROR_FLOAT32 if is_float32 else MAX_ERROR_HALF
             if not error <= limit:
                 return f"{target.path} logits of {name} differ by {error:.2g} (limit {limit:g})"
     return ""
@@ -164,9 +176,10 @@ def position_limit(model: PreTrainedModel) -> tuple[int | None, bool]:
         and True when positions are rows of a learned table, so that one more is an error.
     """
     limit = getattr(compat.text_config(model), "max_position_embeddings", None)
+    decoder = compat.text_decoder(model)
     tables = {"wpe", "embed_positions", "position_embedding", "position_embeddings"}
     is_table = any(
         name.rpartition(".")[2] in tables and isinstance(module, nn.Embedding)
-        for name, module in model.named_modules()
+        for name, module in decoder.named_modules()
     )
     return limit if isinstance(limit, int) and limit > 0 else None, is_table

@@ -74,11 +74,29 @@ class Group:
             return 0, self.end
         return max(0, min(segment.past for segment in self.segments) + 1 - window), self.end
 
-    def visible(self, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return which keys of `key_range` each query sees, bool (B, T, S); None means all.
+    def visible(
+        self, window: int | None, device: torch.device, span: tuple[int, int]
+    ) -> torch.Tensor | None:
+        """Return which keys of `key_range` the queries of a span see, built once per step.
 
         Queries that pad a shorter row see what its last token sees, so none sees nothing.
+
+        Args:
+            window: Sliding window in tokens, or None.
+            device: Where the mask is wanted.
+            span: First and one-past-last query of each row.
+
+        Returns:
+            torch.Tensor | None: Bool of shape (B, T, S); None means all are seen.
         """
+        key = (window, device, span)
+        if key not in self._masks:
+            self._masks[key] = self._visible(window, device, span)
+        return self._masks[key]
+
+    def _visible(
+        self, window: int | None, device: torch.device, span: tuple[int, int]
+    ) -> torch.Tensor | None:
         first, end = self.key_range(window)
         if all(segment.count == 1 and segment.end == end for segment in self.segments) and (
             window is None or len(self.segments) == 1
@@ -86,7 +104,7 @@ class Group:
             return None
         past = torch.tensor([segment.past for segment in self.segments], device=device)
         last = torch.tensor([segment.count - 1 for segment in self.segments], device=device)
-        query = torch.arange(self.num_queries, device=device)
+        query = torch.arange(*span, device=device)
         query = past[:, None] + torch.minimum(query[None], last[:, None])
         key = torch.arange(first, end, device=device)
         visible = key[None, None] <= query[:, :, None]
@@ -95,12 +113,17 @@ class Group:
         return visible
 
     def packed_mask(
-        self, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+        self,
+        window: int | None,
+        group: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        span: tuple[int, int],
     ) -> torch.Tensor | None:
         """Return `visible` as an additive mask, built once per step and shared by its layers."""
-        key = (window, group, dtype, device)
+        key = (window, group, dtype, device, span)
         if key not in self._masks:
-            visible = self.visible(window, device)
+            visible = self._visible(window, device, span)
             self._masks[key] = None if visible is None else pack_mask(visible, group, dtype)
         return self._masks[key]
 

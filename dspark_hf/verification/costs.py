@@ -25,6 +25,7 @@ class StepCosts:
     def __init__(self) -> None:
         """Start with nothing measured."""
         self._seconds: dict[int, dict[int, deque[float]]] = {}
+        self._predicted: dict[tuple[int, int], float] = {}
 
     def observe(self, num_tokens: int, context: int, seconds: float) -> None:
         """Add one measured forward.
@@ -36,6 +37,7 @@ class StepCosts:
         """
         widths = self._seconds.setdefault(_range(context), {})
         widths.setdefault(_cell(num_tokens), deque(maxlen=KEPT)).append(seconds)
+        self._predicted.clear()
 
     def measured(self, num_tokens: int, context: int) -> bool:
         """Tell whether this width was measured in this range of context."""
@@ -51,10 +53,16 @@ class StepCosts:
         Returns:
             float: Seconds; 1.0 before anything was measured.
         """
-        cell, here = _cell(num_tokens), self._known(_range(context))
+        key = (_cell(num_tokens), _range(context))
+        if key not in self._predicted:
+            self._predicted[key] = self._predict(*key)
+        return self._predicted[key]
+
+    def _predict(self, cell: int, context_range: int) -> float:
+        here = self._known(context_range)
         if cell in here:
             return here[cell]
-        ranges = sorted(self._seconds, key=lambda r: abs(r - _range(context)))
+        ranges = sorted(self._seconds, key=lambda r: abs(r - context_range))
         for other in ranges:
             there = self._known(other)
             if cell in there and not here:

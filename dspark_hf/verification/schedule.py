@@ -7,8 +7,12 @@ be exact.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Protocol
+
+from dspark_hf.verification.costs import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +35,8 @@ PROBE_CREDIT = 1.5
 """Credit at which a signal is tried although its estimate speaks against it."""
 REFILL = 0.02
 """Credit a held-back proposal earns, in tokens: the share of speed that trying again may cost."""
+WORST_ROUND = 20.0
+"""Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
 PROBE_TOKENS = 4
 """Draft tokens a probe verifies at most, and a drafter of unknown cost is asked for."""
 CHEAP = 0.05
@@ -167,7 +173,7 @@ class CostAwareSchedule:
         self.may_pause = may_pause
         self._by_signal: dict[int, _Acceptance] = {}
         self._by_row: dict[int, _Acceptance] = {}
-        self._draft_s: dict[int, float] = {}
+        self._draft_s: dict[int, deque[float]] = {}
         self._credit: dict[int, float] = {}
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
@@ -203,15 +209,16 @@ class CostAwareSchedule:
             ),
             reverse=True,
         )
-        lengths, best = [0] * num_rows, [0] * num_rows
-        expected = float(num_rows)
+        expected, taken = float(num_rows), 0
         best_rate = expected / self.costs.predict(num_rows, context) * MIN_GAIN
-        for count, (survival, i) in enumerate(ranked, start=1):
+        for count, (survival, _) in enumerate(ranked, start=1):
             expected += survival
-            lengths[i] += 1
             rate = expected / self.costs.predict(num_rows + count, context)
             if rate > best_rate:
-                best, best_rate = list(lengths), rate
+                taken, best_rate = count, rate
+        best = [0] * num_rows
+        for _, i in ranked[:taken]:
+            best[i] += 1
         idle = {signals[i] for i in range(num_rows) if drafted[i] and not best[i]}
         if ranked and not any(best):
             favourite = ranked[0][1]
@@ -238,14 +245,13 @@ class CostAwareSchedule:
                 continue
             for table, key in ((self._by_signal, outcome.signal), (self._by_row, outcome.row_id)):
                 table.setdefault(key, _Acceptance()).add(outcome.verified, outcome.accepted)
-            earned = outcome.accepted - price * outcome.verified
+            earned = max(outcome.accepted - price * outcome.verified, -WORST_ROUND)
             credit = self._credit.get(outcome.signal, START_CREDIT) + earned
             self._credit[outcome.signal] = min(credit, MOST_CREDIT)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
-        """Keep a running mean of what a draft of this length takes."""
-        old = self._draft_s.get(num_tokens)
-        self._draft_s[num_tokens] = seconds if old is None else 0.8 * old + 0.2 * seconds
+        """Remember what a draft of this length took."""
+        self._draft_s.setdefault(num_tokens, deque(maxlen=KEPT)).append(seconds)
 
     def free(self, row_id: int) -> None:
         """Forget a row."""
@@ -272,7 +278,7 @@ class CostAwareSchedule:
         if not self._draft_s or length == 0:
             return 0.0
         nearest = min(self._draft_s, key=lambda n: abs(n - length))
-        return self._draft_s[nearest] * length / max(nearest, 1)
+        return median(self._draft_s[nearest]) * length / nearest
 
     def _usual_signal(self) -> int:
         return max(self._by_signal, key=lambda s: self._by_signal[s].first_tested, default=0)
