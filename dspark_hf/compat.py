@@ -65,6 +65,12 @@ def text_decoder(model: PreTrainedModel) -> nn.Module:
     return found if isinstance(found, nn.Module) else cast("nn.Module", model)
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return where token ids are wanted; weights that are offloaded have no place of their own."""
+    device = cast("torch.device", model.get_input_embeddings().weight.device)
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def has_dropout(model: PreTrainedModel) -> bool:
     """Tell whether forwards of the model drop anything at random right now."""
     if not model.training:

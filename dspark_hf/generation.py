@@ -131,11 +131,12 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
     Returns:
         Any: Token ids (B, length), or a `DSparkGenerateOutput` if the call asks for a dict.
     """
-    wants_cache = call.generation_config.return_dict_in_generate or compat.is_user_cache(call.cache)
+    is_callers = compat.is_user_cache(call.cache)
+    wants_cache = call.generation_config.return_dict_in_generate or is_callers
     held, held_rows = cached_tokens(call.cache), list(rows)
+    is_adopted = held > 0 or (is_callers and len(rows) == 1)
     try:
-        is_shared = compat.is_user_cache(call.cache) and len(rows) == 1
-        if held > 0 or is_shared:
+        if is_adopted:
             decoder.target.adopt(rows[0].row_id, cast("Cache", call.cache), rows[0].ids[:held])
         decoder.start(rows)
         while active := [row for row in held_rows if not row.finished]:
@@ -144,7 +145,7 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
             decoder.round(active)
         cache = _export(model, call, rows, decoder) if wants_cache else None
     except BaseException:
-        if held > 0 or is_shared:
+        if is_adopted:
             _put_right(rows[0], call, decoder)
         raise
     finally:

@@ -26,6 +26,8 @@ from dspark_hf.inputs import check_inputs
 if TYPE_CHECKING:
     import torch
 
+    from dspark_hf.drafting.base import Drafter
+
 _call_settings: ContextVar[tuple[Any, DSparkConfig | None]] = ContextVar(
     "dspark_call_settings", default=(None, None)
 )
@@ -208,15 +210,8 @@ class DSparkForCausalLM:
         **model_kwargs: Any,
     ) -> Any:
         prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
-        own = functools.partial(
-            super()._sample,  # type: ignore[misc]
-            *prepared,
-            synced_gpus,
-            streamer,
-            **model_kwargs,
-        )
         call = Call(*prepared, streamer, model_kwargs, synced_gpus)
-        return takeover.decode_call(self.dspark, self._settings(), call, self.dspark.drafter, own)
+        return self._decode(call, self._settings(), self.dspark.drafter)
 
     def _assisted_decoding(
         self,
@@ -239,26 +234,17 @@ class DSparkForCausalLM:
             "assistant_tokenizer": assistant_tokenizer,
             "tokenizer": tokenizer,
         }
-        own = functools.partial(
-            super()._sample,  # type: ignore[misc]
-            *prepared,
-            synced_gpus,
-            streamer,
-            **model_kwargs,
-        )
         drafter = assistant_drafter(self, generation_config, **assist)
         if drafter is not None:
             settings = with_lookup_length(self._settings(), generation_config)
-            return takeover.decode_call(self.dspark, settings, call, drafter, own)
+            return self._decode(call, settings, drafter)
         problem = unsafe_for_assisting(call)
         if problem is not None:
             self.dspark.warn_once(
                 f"The assistant of this call is ignored: Transformers' assisted loop is not exact "
                 f"with {problem}."
             )
-            return takeover.decode_call(
-                self.dspark, self._settings(), call, self.dspark.drafter, own
-            )
+            return self._decode(call, self._settings(), self.dspark.drafter)
         assisted = functools.partial(
             super()._assisted_decoding,  # type: ignore[misc]
             *prepared,
@@ -292,6 +278,20 @@ class DSparkForCausalLM:
         return takeover.run_own_loop(
             self.dspark, "beam search", generation_config, input_ids, beams
         )
+
+    def _decode(self, call: Call, settings: DSparkConfig, drafter: Drafter | None) -> Any:
+        """Decode a call here, or by the class's own sampling loop where that is right."""
+        own = functools.partial(
+            super()._sample,  # type: ignore[misc]
+            call.input_ids,
+            call.processors,
+            call.criteria,
+            call.generation_config,
+            call.synced_gpus,
+            call.streamer,
+            **call.model_kwargs,
+        )
+        return takeover.decode_call(self.dspark, settings, call, drafter, own)
 
     def _settings(self) -> DSparkConfig:
         """Return the settings of the running call: its own, else the model's."""

@@ -93,8 +93,7 @@ class FlatTarget:
         return result
 
     def _run(self, ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor:
-        device = self.model.get_input_embeddings().weight.device
-        device = torch.device("cpu") if device.type == "meta" else device
+        device = compat.input_device(self.model)
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([ids], device=device),
             "position_ids": torch.tensor([positions], device=device),

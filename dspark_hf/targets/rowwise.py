@@ -84,8 +84,7 @@ class RowwiseTarget:
             row.snapshot, row.snapshot_length = _snapshot(row.cache), len(row.ids)
 
     def _run(self, row: _RowCache, new: list[int], keep: int) -> torch.Tensor:
-        device = self.model.get_input_embeddings().weight.device
-        device = torch.device("cpu") if device.type == "meta" else device
+        device = compat.input_device(self.model)
         past, total = len(row.ids), len(row.ids) + len(new)
         extra: dict[str, Any] = {self._cache_key: row.cache, "use_cache": True}
         if self._takes_positions:

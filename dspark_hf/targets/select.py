@@ -153,9 +153,8 @@ def _disagreement(target: Target, model: PreTrainedModel) -> str:
 
 
 def _plain_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    device = model.get_input_embeddings().weight.device
-    device = torch.device("cpu") if device.type == "meta" else device
-    logits = model(torch.tensor([ids], device=device), use_cache=False).logits
+    inputs = torch.tensor([ids], device=compat.input_device(model))
+    logits = model(inputs, use_cache=False).logits
     return cast("torch.Tensor", logits)[0].float()
 
 
