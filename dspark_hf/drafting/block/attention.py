@@ -1,0 +1,137 @@
+"""Attention of a draft block: queries from the block, keys and values from context and block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
+from torch import nn
+
+if TYPE_CHECKING:
+    from dspark_hf.drafting.block.spec import BlockSpec
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, each of shape (B, T, D)."""
+Rotary = dict[str, Tables]
+"""Tables by layer type."""
+
+
+class Memory(Protocol):
+    """Where a layer's block attends: it holds the context's keys and values and knows the masks."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [B, Hq, T, D]
+        key: torch.Tensor,  # [B, Hkv, T, D]
+        value: torch.Tensor,  # [B, Hkv, T, D]
+        scale: float,
+    ) -> torch.Tensor:  # [B, T, Hq, D]
+        """Attend from block rows to the context and to the block's own keys and values."""
+
+
+def rotary_tables(positions: torch.Tensor, spec: BlockSpec, dtype: torch.dtype) -> Rotary:
+    """Return the rotary angles' cosines and sines.
+
+    Args:
+        positions: Of shape (B, T).
+        spec: Gives bases, widths and the rotated share.
+        dtype: Of the result; angles are float32.
+
+    Returns:
+        Rotary: For each type of layer, two tensors of shape (B, T, D), the second half repeating
+        the first; dimensions that are not rotated have cosine 1 and sine 0.
+    """
+    tables = {}
+    for layer, kind in enumerate(spec.layer_types):
+        if kind in tables:
+            continue
+        dim, share, theta = spec.head_dim_of(layer), spec.rope_partial, spec.rope_theta
+        if spec.is_sliding(layer):
+            share, theta = 1.0, spec.sliding_rope_theta or theta
+        half = int(dim * share) // 2
+        exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * 2
+        inverse = F.pad(theta ** -(exponents / dim), (0, dim // 2 - half))
+        angles = positions[..., None].float() * inverse
+        angles = torch.cat([angles, angles], dim=-1)
+        tables[kind] = angles.cos().to(dtype), angles.sin().to(dtype)
+    return tables
+
+
+def rotate(states: torch.Tensor, tables: Tables) -> torch.Tensor:
+    """Rotate states of shape (B, T, H, D) by their positions."""
+    cos, sin = tables[0].unsqueeze(2), tables[1].unsqueeze(2)
+    first, second = states.chunk(2, dim=-1)
+    return states * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32 for 16-bit input."""
+
+    def __init__(self, width: int, eps: float, *, has_weight: bool = True) -> None:
+        """Create with weight one.
+
+        Args:
+            width: Size of the normed axis, the last.
+            eps: Added to the mean square.
+            has_weight: Whether there is a weight.
+        """
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if has_weight else None
+        self.width = width
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Norm the last axis."""
+        normed = F.rms_norm(states.float(), (self.width,), None, self.eps).to(states.dtype)
+        return normed if self.weight is None else normed * self.weight
+
+
+class BlockAttention(nn.Module):
+    """Projections of one layer; context and block share those of keys and values."""
+
+    def __init__(self, spec: BlockSpec, layer: int, *, norms_values: bool = False) -> None:
+        """Create the projections.
+
+        Args:
+            spec: Of the drafter.
+            layer: Index of the layer.
+            norms_values: Whether values are normed per head, without weight.
+        """
+        super().__init__()
+        self.layer, self.kind = layer, spec.layer_types[layer]
+        self.head_dim = spec.head_dim_of(layer)
+        self.scale = spec.attention_scale or self.head_dim**-0.5
+        width, bias = spec.hidden_size, spec.has_attention_bias
+        kv_width = spec.kv_heads_of(layer) * self.head_dim
+        self.q_proj = nn.Linear(width, spec.num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=bias)
+        is_shared = spec.shares_key_value and not spec.is_sliding(layer)
+        self.v_proj = None if is_shared else nn.Linear(width, kv_width, bias=bias)
+        self.o_proj = nn.Linear(spec.num_heads * self.head_dim, width, bias=bias)
+        eps = spec.rms_norm_eps
+        self.q_norm = RMSNorm(self.head_dim, eps) if spec.norms_heads else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if spec.norms_heads else nn.Identity()
+        self.v_norm: nn.Module = nn.Identity()
+        if norms_values:
+            self.v_norm = RMSNorm(self.head_dim, eps, has_weight=False)
+
+    def keys_values(
+        self, states: torch.Tensor, rotary: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Project states (B, T, d) to keys and values of shape (B, Hkv, T, D)."""
+        projected = self.k_proj(states).unflatten(-1, (-1, self.head_dim))
+        values = projected
+        if self.v_proj is not None:
+            values = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+        keys = rotate(self.k_norm(projected), rotary[self.kind])
+        return keys.transpose(1, 2), self.v_norm(values).transpose(1, 2)
+
+    def forward(self, states: torch.Tensor, rotary: Rotary, memory: Memory) -> torch.Tensor:
+        """Attend from block rows (B, T, d); the memory brings the context."""
+        query = self.q_proj(states).unflatten(-1, (-1, self.head_dim))
+        query = rotate(self.q_norm(query), rotary[self.kind]).transpose(1, 2)
+        keys, values = self.keys_values(states, rotary)
+        out = memory.attend(self.layer, query, keys, values, self.scale)
+        return cast("torch.Tensor", self.o_proj(out.flatten(2)))

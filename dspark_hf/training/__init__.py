@@ -1,0 +1,1 @@
+"""Training of block drafters: data, features, losses, checkpoints, calibration."""
