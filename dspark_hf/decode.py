@@ -5,16 +5,18 @@ Source: DSpark, arXiv:2607.05147, section 3.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
+from dspark_hf.drafting.checks import checked_proposal
 from dspark_hf.errors import CheckpointError
 from dspark_hf.values import DraftRequest, Feed, Proposal
 from dspark_hf.verification.acceptance import Decision
-from dspark_hf.verification.schedule import RowOutcome, RowState
+from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 from dspark_hf.verification.ties import margin_limit
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.rows import Row
     from dspark_hf.targets.base import Target
-    from dspark_hf.verification.schedule import Schedule
+    from dspark_hf.verification.schedules.base import Schedule
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class Decoder:
         states = [RowState(row.row_id, len(row.ids) - 1, row.room()) for row in rows]
         proposals = self._propose(rows, states)
         drafted = perf_counter()
-        lengths = self.schedule.cut(
-            states, [len(p.ids) for p in proposals], [p.signal for p in proposals]
-        )
+        drafts = [
+            Draft(len(p.ids), p.signal, p.confidence, row.is_resampled and p.probs is not None)
+            for row, p in zip(rows, proposals, strict=True)
+        ]
+        lengths = self.schedule.cut(states, drafts)
         feeds = [
             Feed(row.row_id, [row.ids[-1], *proposal.ids[:length]], length + 1)
             for row, proposal, length in zip(rows, proposals, lengths, strict=True)
@@ -109,12 +113,15 @@ class Decoder:
         verified = perf_counter()
         outcomes = []
         for row, proposal, length, row_logits in zip(rows, proposals, lengths, logits, strict=True):
-            probs = None if proposal.probs is None else proposal.probs[:length]
-            kept = Proposal(proposal.ids[:length], probs, proposal.signal)
+            kept = dataclasses.replace(
+                proposal, ids=proposal.ids[:length], confidence=proposal.confidence[:length]
+            )
             accepted, cut = self._accept(row, kept, row_logits.to(row.device))
             row.record.count_round(len(proposal.ids), length, accepted, cut=cut)
             self.target.rollback(row.row_id, len(row.ids) - 1)
-            outcomes.append(RowOutcome(row.row_id, proposal.signal, length, accepted))
+            outcomes.append(
+                RowOutcome(row.row_id, kept.signal, length, accepted, kept.confidence, is_cut=cut)
+            )
         num_tokens, context = sum(len(f.ids) for f in feeds), sum(s.context for s in states)
         self.schedule.observe(outcomes, num_tokens, context, verified - start)
         other = perf_counter() - verified + start - drafted
@@ -151,31 +158,12 @@ class Decoder:
                 f"{len(answers)} for {len(places)}. Return an empty Proposal() to say nothing."
             )
         for i, answer in zip(places, answers, strict=True):
-            proposals[i] = self._checked(answer, asked[i])
+            proposals[i] = checked_proposal(answer, asked[i], self.vocab_size, self.drafter.name)
         longest = max(len(proposal.ids) for proposal in proposals)
         # A row's first draft also pays for reading its prompt.
         if longest and all(rows[i].record.drafted for i in places):
             self.schedule.observe_draft(longest, perf_counter() - begin)
         return proposals
-
-    def _checked(self, proposal: Proposal, max_tokens: int) -> Proposal:
-        """Refuse ids the target does not know; drop tokens beyond those asked for."""
-        name = self.drafter.name if self.drafter is not None else ""
-        for token in proposal.ids:
-            if not 0 <= token < self.vocab_size:
-                raise CheckpointError(
-                    f"drafter {name!r} must propose ids below the target's {self.vocab_size}; got "
-                    f"{token}. Use a drafter made for this target."
-                )
-        if proposal.probs is not None and len(proposal.probs) < len(proposal.ids):
-            raise CheckpointError(
-                f"drafter {name!r} must give one distribution per proposed token; got "
-                f"{len(proposal.probs)} for {len(proposal.ids)} tokens. Return one row of "
-                "probs per token, or None for tokens that were not drawn."
-            )
-        if len(proposal.ids) <= max_tokens:
-            return proposal
-        return Proposal(proposal.ids[:max_tokens], proposal.probs, proposal.signal)
 
     def _verify(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.target.forward(feeds)

@@ -12,11 +12,14 @@ import torch
 
 from dspark_hf import compat
 from dspark_hf.decode import Decoder, Recheck
+from dspark_hf.drafting.base import FeatureDrafter
+from dspark_hf.drafting.block.taps import FeatureTaps
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.targets.select import Choice, choose_target
 from dspark_hf.values import Feed
 from dspark_hf.verification.costs import StepCosts
-from dspark_hf.verification.schedule import CostAwareSchedule, FixedSchedule, Schedule
+from dspark_hf.verification.schedules.auto import CostAwareSchedule
+from dspark_hf.verification.schedules.fixed import FixedSchedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.drafting.lookup import LookupDrafter
+    from dspark_hf.verification.schedules.base import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +119,11 @@ class DSparkHandle:
         size = num_positions + config.max_draft_tokens
         is_half = self.model.dtype not in (torch.float32, torch.float64)
         recheck = config.exactness == "recheck" and is_half
+        target = self.target_choice().build(self.model, size, like_plain=recheck)
+        if isinstance(drafter, FeatureDrafter):
+            target.listen(FeatureTaps(self.model, drafter.target_layers), drafter.take)
         return Decoder(
-            target=self.target_choice().build(self.model, size, like_plain=recheck),
+            target=target,
             drafter=drafter,
             schedule=self._schedule(drafter, config),
             vocab_size=int(compat.text_config(self.model).vocab_size),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dspark_hf.metrics import SpeculationRecord
+from dspark_hf.verification.acceptance import Coupled, Greedy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,6 +79,11 @@ class Row:
     def warp(self) -> Warp | None:
         """The sampling distribution for drafters; None when greedy."""
         return None if self.greedy else self.processors.warp
+
+    @property
+    def is_resampled(self) -> bool:
+        """Whether which drafts are verified shapes the text: not if greedy, not if coupled."""
+        return not isinstance(self.rule, Greedy | Coupled)
 
     def room(self) -> int:
         """Return how many draft tokens a round may verify before a length limit is passed."""

@@ -45,11 +45,14 @@ class Proposal:
             sampling rests on this being exact.
         signal: Which acceptance statistics the proposal belongs to, a small integer that depends
             only on tokens before the proposal (for lookup: the matched length). 0 for all is fine.
+        confidence: For each token the probability that it survives given that those before it did;
+            entry k depends only on tokens before token k, committed or proposed. Empty for none.
     """
 
     ids: Sequence[int] = ()
     probs: torch.Tensor | None = None
     signal: int = 0
+    confidence: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

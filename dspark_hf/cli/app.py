@@ -10,6 +10,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from dspark_hf.cli.bench import bench_app
+from dspark_hf.cli.convert import convert
 from dspark_hf.cli.demo import demo
 from dspark_hf.cli.doctor import doctor
 from dspark_hf.cli.generate import generate
@@ -45,6 +46,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(doctor)
 app.command()(verify)
+app.command()(convert)
 app.add_typer(bench_app, name="bench")
 
 

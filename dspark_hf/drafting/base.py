@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from dspark_hf.values import DraftRequest, Proposal
 
 
@@ -16,8 +18,12 @@ class Drafter(Protocol):
 
     A drafter may be wrong about everything and the text stays the target's. Two rules only, both
     for rejection sampling: `Proposal.probs` is exactly the distribution the tokens were drawn from
-    (None when they were not drawn at random), and what else the proposal says, its `signal` and
-    its number of tokens, depends only on tokens before it. `docs/drafters.md` tells why.
+    (None when they were not drawn at random), and what else the proposal says looks at no token it
+    speaks of: its `signal` and number of tokens depend only on tokens before it, the confidence of
+    a token only on tokens before that one. `docs/drafters.md` tells why.
+
+    A drafter may have an attribute `block_size`, the number of tokens it always drafts: fewer cost
+    it the same, so that a schedule asks for a whole block or for nothing.
 
     Calls for one model come one at a time; `row_id` is unique in the process, so that one object
     may draft for several models.
@@ -39,3 +45,20 @@ class Drafter(Protocol):
 
     def free(self, row_id: int) -> None:
         """Forget a row that has finished; called once for every row, drafted or not."""
+
+
+@runtime_checkable
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's own features while the target verifies."""
+
+    target_layers: tuple[int, ...]
+    """Tapped blocks: i is the output of block i, -1 the embedding output."""
+
+    def take(self, row_id: int, start: int, features: torch.Tensor) -> None:
+        """Take in the features of a row's tokens.
+
+        Args:
+            row_id: The row.
+            start: Position of the first; tokens that were rejected, or fed again, come again.
+            features: Of shape (T, m * d), concatenated in the order of `target_layers`.
+        """

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from transformers.cache_utils import Cache
 
     from dspark_hf.values import Feed
+
+    TakeFeatures = Callable[[int, int, torch.Tensor], None]
+    """Row id, position of the first token, features of shape (T, m * d)."""
+
+
+class Taps(Protocol):
+    """Catches what some of the model's blocks put out, see `drafting.block.taps`."""
+
+    def catching(self) -> AbstractContextManager[Any]:
+        """Catch inside the context."""
+
+    def features(self) -> torch.Tensor:
+        """Return the latest forward's features (B, T, m * d)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,14 @@ class Target(Protocol):
 
         Returns:
             list[torch.Tensor]: Per feed, float32 logits of shape (keep, V) of its last tokens.
+        """
+
+    def listen(self, taps: Taps, take: TakeFeatures) -> None:
+        """Hand the features of every token fed from now on to a drafter.
+
+        Args:
+            taps: Which blocks' outputs.
+            take: Called once per feed and forward, after it, also for tokens fed again.
         """
 
     def length(self, row_id: int) -> int:

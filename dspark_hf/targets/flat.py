@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from dspark_hf.targets.base import CachedRow
+    from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
     from dspark_hf.values import Feed
 
 
@@ -64,12 +64,17 @@ class FlatTarget:
         self.cache = DSparkCache(windows, num_positions, gathers=gathers)
         self.cache.like_plain = like_plain
         self._adopted: dict[int, int] = {}
+        self._listener: tuple[Taps, TakeFeatures] | None = None
         self._cache_key = compat.cache_key(model)
         self._configs = compat.attention_configs(model)
         self._keeps_logits = compat.supports_logits_to_keep(model)
         devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
         # Indices would be sent to the first device, while the states they pick lie on the last.
         self._is_spread = len(devices) > 1
+
+    def listen(self, taps: Taps, take: TakeFeatures) -> None:
+        """Hand features to a drafter, as the Target protocol says."""
+        self._listener = (taps, take)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""
@@ -83,7 +88,15 @@ class FlatTarget:
             ids.extend(feed.ids)
             positions.extend(range(past, past + len(feed.ids)))
             wanted.extend(range(len(ids) - feed.keep, len(ids)))
-        logits = self._run(ids, positions, wanted)
+        if self._listener is None:
+            logits = self._run(ids, positions, wanted)
+        else:
+            taps, take = self._listener
+            with taps.catching():
+                logits = self._run(ids, positions, wanted)
+                parts = taps.features()[0].split([len(feeds[i].ids) for i in order])
+            for i, features in zip(order, parts, strict=True):
+                take(feeds[i].row_id, self.cache.lengths[feeds[i].row_id], features)
         self.cache.close_step(counts)
         keeps = [feeds[i].keep for i in order]
         parts = logits.split(keeps)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from dspark_hf.targets.base import CachedRow
+    from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
     from dspark_hf.values import Feed
 
 
@@ -55,9 +55,14 @@ class RowwiseTarget:
         """
         self.model = model
         self._rows: dict[int, _RowCache] = {}
+        self._listener: tuple[Taps, TakeFeatures] | None = None
         self._cache_key = compat.cache_key(model)
         self._takes_positions = compat.accepts(model, "position_ids")
         self._keeps_logits = compat.supports_logits_to_keep(model)
+
+    def listen(self, taps: Taps, take: TakeFeatures) -> None:
+        """Hand features to a drafter, as the Target protocol says."""
+        self._listener = (taps, take)
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""
@@ -70,7 +75,13 @@ class RowwiseTarget:
         new = [*row.pending, *feed.ids]
         if not row.held:
             self._prepare_rollback(row, several=len(new) > 1)
-        logits = self._run(row, new, feed.keep)
+        if self._listener is None:
+            logits = self._run(row, new, feed.keep)
+        else:
+            taps, take = self._listener
+            with taps.catching():
+                logits = self._run(row, new, feed.keep)
+                take(feed.row_id, len(row.ids), taps.features()[0])
         row.ids.extend(new)
         row.pending = []
         return logits

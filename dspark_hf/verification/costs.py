@@ -1,9 +1,16 @@
-"""StepCosts: what a target forward costs, learned from the forwards themselves."""
+"""What forwards cost: StepCosts for the target, DraftCosts for the drafter, both learned online."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dspark_hf.verification.profile import StepSeconds
 
 KEPT = 9
 """Observations kept per cell: a median of nine shrugs off a stall and follows a real change."""
@@ -11,77 +18,177 @@ OPTIMISTIC_SLOPE = 0.01
 """Assumed extra cost per token beyond what was measured; low, so that widths get tried once."""
 EXACT_WIDTHS = 16
 """Up to this many tokens each width has its own cell; beyond, widths share cells of 8."""
+EXACT_ROWS = 4
+"""Up to this many rows each number has its own cell; beyond, a cell spans a doubling."""
 CONTEXT_UNIT = 512
 """Contexts of fewer tokens share one range; each range above spans a doubling."""
+ROWS_APART = 2
+"""A doubling of rows makes two groups as unlike as this many doublings of context."""
+MOST_CONTRADICTION = 1.5
+"""A profile is given up when forwards take this many times what it says, or a part as small."""
+RATIOS_JUDGED, RATIOS_KEPT = 16, 32
+"""Forwards compared before a profile is judged, and the latest ones it is judged by."""
+
+_Group = tuple[int, int]
+"""Cell of the number of rows, range of context."""
 
 
 class StepCosts:
-    """Seconds of a forward over N new tokens, per range of cached context.
+    """Seconds of a forward over N new tokens, per number of rows and range of cached context.
 
-    A range that lacks a width borrows it from the nearest range that has it, scaled by a width
-    both have measured, so that growing context does not look like growing width.
+    A group that lacks a width borrows it from the nearest group that has it, scaled by a width
+    both know, so that neither growing context nor a row that leaves looks like growing width.
     """
 
     def __init__(self) -> None:
         """Start with nothing measured."""
-        self._seconds: dict[int, dict[int, deque[float]]] = {}
-        self._predicted: dict[tuple[int, int], float] = {}
+        self._seconds: dict[_Group, dict[int, deque[float]]] = {}
+        self._seeds: dict[_Group, dict[int, float]] = {}
+        self._ratios: deque[float] = deque(maxlen=RATIOS_KEPT)
+        self._on_stale: Callable[[], None] | None = None
+        self._predicted: dict[tuple[_Group, int], float] = {}
 
-    def observe(self, num_tokens: int, context: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, context: int, seconds: float, num_rows: int = 1) -> None:
         """Add one measured forward.
 
         Args:
             num_tokens: New tokens it fed, over all rows.
             context: Cached tokens of all rows before it.
             seconds: What it took.
+            num_rows: Rows among which the tokens were.
         """
-        widths = self._seconds.setdefault(_range(context), {})
-        widths.setdefault(_cell(num_tokens), deque(maxlen=KEPT)).append(seconds)
+        group, cell = (_rows_cell(num_rows), _range(context)), _cell(num_tokens)
+        widths = self._seconds.setdefault(group, {})
+        widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
+        seed = self._seeds.get(group, {}).get(cell)
+        if seed is not None:
+            self._compare(seconds / seed)
 
-    def measured(self, num_tokens: int, context: int) -> bool:
-        """Tell whether this width was measured in this range of context."""
-        return _cell(num_tokens) in self._seconds.get(_range(context), {})
+    def seed(
+        self, entries: Sequence[StepSeconds], on_stale: Callable[[], None] | None = None
+    ) -> None:
+        """Take over what a profile says; each entry counts as one observation.
 
-    def predict(self, num_tokens: int, context: int) -> float:
+        Args:
+            entries: Of the profile; those of an earlier one are dropped.
+            on_stale: Called once if forwards contradict the profile, which is then dropped.
+        """
+        self._drop_seeds()
+        self._on_stale = on_stale
+        for entry in entries:
+            group = (_rows_cell(entry.num_rows), _range(entry.context))
+            self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
+
+    def predict(self, num_tokens: int, context: int, num_rows: int = 1) -> float:
         """Return the expected seconds of a forward.
 
         Args:
             num_tokens: New tokens over all rows, at least 1.
             context: Cached tokens of all rows.
+            num_rows: Rows among which the tokens are.
 
         Returns:
             float: Seconds; 1.0 before anything was measured.
         """
-        key = (_cell(num_tokens), _range(context))
+        key = ((_rows_cell(num_rows), _range(context)), _cell(num_tokens))
         if key not in self._predicted:
             self._predicted[key] = self._predict(*key)
         return self._predicted[key]
 
-    def _predict(self, cell: int, context_range: int) -> float:
-        here = self._known(context_range)
+    def _predict(self, group: _Group, cell: int) -> float:
+        here = self._known(group)
         if cell in here:
             return here[cell]
-        ranges = sorted(self._seconds, key=lambda r: abs(r - context_range))
-        for other in ranges:
-            there = self._known(other)
-            if cell in there and not here:
-                return there[cell]
-            shared = here.keys() & there.keys()
-            if cell in there and shared:
-                anchor = min(shared, key=lambda c: abs(c - cell))
-                return there[cell] * here[anchor] / there[anchor]
-        if not here:
-            here = self._known(ranges[0]) if ranges else {}
-        return _interpolate(here, cell)
+        others = [g for g in {**self._seconds, **self._seeds} if g != group]
+        known = [(g, self._known(g)) for g in sorted(others, key=lambda g: _distance(g, group))]
+        # The same rows at another context; then this group's own neighbours; then anything.
+        for other, there in known:
+            if other[0] == group[0] and cell in there:
+                borrowed = _borrow(here, there, cell)
+                if borrowed is not None:
+                    return borrowed
+        if here and min(here) < cell < max(here):
+            return _interpolate(here, cell)
+        for _, there in known:
+            if min(there) <= cell <= max(there):
+                borrowed = _borrow(here, there, cell)
+                if borrowed is not None:
+                    return borrowed
+        return _interpolate(here or (known[0][1] if known else {}), cell)
 
-    def _known(self, key: int) -> dict[int, float]:
-        return {cell: median(times) for cell, times in self._seconds.get(key, {}).items()}
+    def _known(self, group: _Group) -> dict[int, float]:
+        seeds, times = self._seeds.get(group, {}), self._seconds.get(group, {})
+        return seeds | {
+            cell: median([*found, seeds[cell]] if cell in seeds else found)
+            for cell, found in times.items()
+        }
+
+    def _compare(self, ratio: float) -> None:
+        """Give the profile up when what is observed differs from it by too much."""
+        self._ratios.append(ratio)
+        if len(self._ratios) < RATIOS_JUDGED:
+            return
+        if not 1 / MOST_CONTRADICTION <= median(self._ratios) <= MOST_CONTRADICTION:
+            on_stale = self._on_stale
+            self._drop_seeds()
+            if on_stale is not None:
+                on_stale()
+
+    def _drop_seeds(self) -> None:
+        self._seeds, self._on_stale = {}, None
+        self._ratios.clear()
+        self._predicted.clear()
+
+
+class DraftCosts:
+    """Seconds of a draft by its length."""
+
+    def __init__(self, block_size: int | None = None) -> None:
+        """Start with nothing measured.
+
+        Args:
+            block_size: Set for a drafter whose drafts all cost what a block of this length does.
+        """
+        self.block_size = block_size
+        self._seconds: dict[int, deque[float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any draft was measured."""
+        return bool(self._seconds)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Add one measured draft: the longest of its round, in tokens, and what it took."""
+        key = num_tokens if self.block_size is None else self.block_size
+        self._seconds.setdefault(key, deque(maxlen=KEPT)).append(seconds)
+
+    def predict(self, length: int) -> float:
+        """Return the expected seconds of a draft, by the nearest measured length."""
+        if not self._seconds or length == 0:
+            return 0.0
+        if self.block_size is not None:
+            return median(self._seconds[self.block_size])
+        nearest = min(self._seconds, key=lambda n: abs(n - length))
+        return median(self._seconds[nearest]) * length / nearest
+
+
+def _borrow(here: dict[int, float], there: dict[int, float], cell: int) -> float | None:
+    """Return another group's cost of a width, scaled by the nearest width that both know."""
+    if not here:
+        return _interpolate(there, cell)
+    common = [c for c in here if min(there) <= c <= max(there)]
+    if not common:
+        return None
+    anchor = min(common, key=lambda c: abs(c - cell))
+    return _interpolate(there, cell) * here[anchor] / _interpolate(there, anchor)
 
 
 def _interpolate(known: dict[int, float], cell: int) -> float:
     if not known:
         return 1.0
+    if cell in known:
+        return known[cell]
     below = max((c for c in known if c < cell), default=None)
     above = min((c for c in known if c > cell), default=None)
     if below is None:
@@ -92,10 +199,18 @@ def _interpolate(known: dict[int, float], cell: int) -> float:
     return known[below] * (1 - share) + known[above] * share
 
 
+def _distance(one: _Group, other: _Group) -> float:
+    return ROWS_APART * abs(math.log2(one[0] / other[0])) + abs(one[1] - other[1])
+
+
 def _cell(num_tokens: int) -> int:
     if num_tokens <= EXACT_WIDTHS:
         return num_tokens
     return -(-num_tokens // 8) * 8
+
+
+def _rows_cell(num_rows: int) -> int:
+    return num_rows if num_rows <= EXACT_ROWS else 1 << (num_rows - 1).bit_length()
 
 
 def _range(context: int) -> int:

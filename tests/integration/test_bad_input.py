@@ -255,6 +255,18 @@ WRONG_DRAFTERS: dict[str, tuple[PureDrafter, str]] = {
     "too_high": (Answering(lambda r: Proposal([1, VOCAB])), rf"below the target's {VOCAB}; got"),
     "negative": (Answering(lambda r: Proposal([-1])), rf"below the target's {VOCAB}; got -1"),
     "too_few_probs": (Answering(lambda r: Proposal([1, 2], UNIFORM[None])), "got 1 for 2 tokens"),
+    "too_few_confidences": (
+        Answering(lambda r: Proposal([1, 2], confidence=[0.5])),
+        "one confidence per proposed token; got 1 for 2",
+    ),
+    "confidence_above_one": (
+        Answering(lambda r: Proposal([1], confidence=[1.5])),
+        "confidences from 0 to 1; got 1.5",
+    ),
+    "confidence_not_a_number": (
+        Answering(lambda r: Proposal([1], confidence=[float("nan")])),
+        "confidences from 0 to 1; got nan",
+    ),
     "too_few_proposals": (Silent(), "proposal"),
 }
 

@@ -14,7 +14,8 @@ from dspark_hf import DraftRequest, DSparkConfig, DSparkForCausalLM
 from dspark_hf.drafting.small_model import ModelDrafter
 from dspark_hf.targets.cache import DSparkCache
 from dspark_hf.verification.costs import StepCosts
-from dspark_hf.verification.schedule import CostAwareSchedule, RowState
+from dspark_hf.verification.schedules.auto import CostAwareSchedule
+from dspark_hf.verification.schedules.base import RowState
 from tiny import ARCHITECTURES, VOCAB, build, llama, plain_generate, prompt
 
 ALWAYS = DSparkConfig(schedule="fixed", max_draft_tokens=4)

@@ -19,13 +19,9 @@ from dspark_hf import DSparkForCausalLM
 from dspark_hf.decode import Decoder
 from dspark_hf.values import DraftRequest, Proposal
 from dspark_hf.verification.costs import KEPT, StepCosts
-from dspark_hf.verification.schedule import (
-    CostAwareSchedule,
-    FixedSchedule,
-    RowOutcome,
-    RowState,
-    Schedule,
-)
+from dspark_hf.verification.schedules.auto import CostAwareSchedule
+from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState, Schedule
+from dspark_hf.verification.schedules.fixed import FixedSchedule
 from harness import CONFIG, generate
 from tiny import VOCAB, llama, prompt
 
@@ -131,7 +127,7 @@ class Simulation:
                 self.schedule.observe_draft(max(asked), seconds)
                 self.seconds += seconds
             signals = [self.signal(row) for row in range(self.num_rows)]
-            lengths = self.schedule.cut(rows, asked, signals)
+            lengths = self.schedule.cut(rows, list(map(Draft, asked, signals)))
             assert all(0 <= n <= most for n, most in zip(lengths, asked, strict=True))
             self.finish_round(lengths, signals)
 
@@ -247,7 +243,7 @@ def test_no_schedule_verifies_more_than_was_drafted_or_than_there_is_room_for(
             assert all(0 <= n <= row.room for n, row in zip(asked, rows, strict=True))
             drafted = [stream.randint(0, n) for n in asked]
             signals = [stream.randrange(8) for _ in rows]
-            lengths = schedule.cut(rows, drafted, signals)
+            lengths = schedule.cut(rows, list(map(Draft, drafted, signals)))
             assert all(0 <= n <= most for n, most in zip(lengths, drafted, strict=True))
             outcomes = [
                 RowOutcome(row.row_id, signal, length, stream.randint(0, length))
@@ -263,7 +259,7 @@ def test_a_fixed_schedule_asks_for_its_length_where_there_is_room() -> None:
     schedule = FixedSchedule(5)
     rows = [RowState(0, 10, 9), RowState(1, 10, 2), RowState(2, 10, 0)]
     assert schedule.ask(rows) == [5, 2, 0]
-    assert schedule.cut(rows, [4, 2, 0], [0, 3, 0]) == [4, 2, 0]
+    assert schedule.cut(rows, [Draft(4), Draft(2, 3), Draft(0)]) == [4, 2, 0]
 
 
 @dataclass
@@ -277,9 +273,9 @@ class Spy:
         self.seen.append([(row.context, row.room) for row in rows])
         return self.inner.ask(rows)
 
-    def cut(self, rows: Any, drafted: Any, signals: Any) -> list[int]:
-        self.seen.append(([(r.context, r.room) for r in rows], list(drafted), list(signals)))
-        return self.inner.cut(rows, drafted, signals)
+    def cut(self, rows: Any, drafts: Any) -> list[int]:
+        self.seen.append(([(r.context, r.room) for r in rows], list(drafts)))
+        return self.inner.cut(rows, drafts)
 
     def observe(self, *args: Any) -> None:
         self.seen.append("outcome")
@@ -317,5 +313,4 @@ def test_a_schedule_never_sees_the_drafted_tokens(monkeypatch: pytest.MonkeyPatc
         generate(model, prompts, max_new_tokens=8)
     first, second = (spy.seen[: spy.seen.index("outcome")] for spy in spies)
     assert first == second
-    assert first[1][1] == [4, 4]
-    assert first[1][2] == [0, 0]
+    assert first[1][1] == [Draft(4, 0), Draft(4, 0)]

@@ -60,26 +60,26 @@ class MarkovHead(nn.Module):
             return torch.tanh(code), state
         return token, state
 
-    def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the biases of whole blocks whose tokens are known.
+    def codes(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the codes (..., N, r) of whole blocks.
 
         Args:
-            previous: Token before each position, int64 of shape (..., N).
+            tokens: W1 rows of the tokens before each position, of shape (..., N, r).
             hidden: Hidden states of shape (..., N, d).
-
-        Returns:
-            torch.Tensor: Of shape (..., N, V_draft).
         """
-        tokens = self.markov_w1(previous)
         if self.kind != "rnn":
-            codes, _ = self.step(tokens, tokens, hidden)
-            return cast("torch.Tensor", self.markov_w2(codes))
+            return self.step(tokens, tokens, hidden)[0]
         state = self.start(tokens[..., 0, :])
         parts = []
-        for k in range(previous.shape[-1]):
+        for k in range(tokens.shape[-2]):
             code, state = self.step(state, tokens[..., k, :], hidden[..., k, :])
             parts.append(code)
-        return cast("torch.Tensor", self.markov_w2(torch.stack(parts, dim=-2)))
+        return torch.stack(parts, dim=-2)
+
+    def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the biases (..., N, V_draft) of whole blocks whose tokens (..., N) are known."""
+        codes = self.codes(self.markov_w1(previous), hidden)
+        return cast("torch.Tensor", self.markov_w2(codes))
 
 
 class ConfidenceHead(nn.Module):

@@ -1,0 +1,1 @@
+"""Checkpoints of block drafters: from each published layout to one BlockSpec, and back."""

@@ -1,0 +1,129 @@
+"""Where a drafter starts from: the target's last blocks, so that little is left to learn."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from dspark_hf import compat
+from dspark_hf.drafting.block.taps import decoder_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from dspark_hf.drafting.block.model import BlockModel
+
+logger = logging.getLogger(__name__)
+
+NEW_STD = 0.02
+"""Spread of parameters that start at random."""
+_SHARED = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+
+
+@torch.no_grad()
+def initialise(model: BlockModel, seed: int) -> None:
+    """Draw all parameters from a normal distribution by seed; W2 starts at zero: no bias."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("markov_w2.weight") or name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * NEW_STD)
+
+
+@torch.no_grad()
+def start_from_target(
+    model: BlockModel, target: PreTrainedModel, sample: torch.Tensor
+) -> list[str]:
+    """Copy what fits from the target's last blocks.
+
+    Layers, norms and `fc` make the drafter at first compute what those blocks compute of the
+    latest tap. Queries and keys, which the target may not norm, get constant norm weights of their
+    mean size on a sample.
+
+    Args:
+        model: Initialised drafter.
+        target: The model it drafts for.
+        sample: Token ids of shape (B, T) on which sizes are measured.
+
+    Returns:
+        list[str]: Names of the modules that were copied, for the log.
+    """
+    blocks = decoder_blocks(target)
+    chosen = list(blocks)[-len(model.layers) :]
+    sizes = _head_sizes(target, chosen, sample, model.spec.head_dim)
+    copied = []
+    for i, (layer, block) in enumerate(zip(model.layers, chosen, strict=True)):
+        for name in _SHARED:
+            if _copy(_child(layer, name), _child(block, name)):
+                copied.append(f"layers.{i}.{name}")
+        for name in ("q_norm", "k_norm"):
+            ours, theirs = _child(layer, f"self_attn.{name}"), _child(block, f"self_attn.{name}")
+            if not _copy(ours, theirs) and (i, name) in sizes:
+                cast("Any", ours).weight.fill_(sizes[i, name])
+                copied.append(f"layers.{i}.self_attn.{name} (size)")
+    width = model.spec.hidden_size
+    model.fc.weight[:, :-width].mul_(0.1)
+    model.fc.weight[:, -width:].copy_(torch.eye(width))
+    copied.append("fc (latest tap)")
+    if _copy(model.hidden_norm, _child(chosen[0], "input_layernorm")):
+        copied.append("hidden_norm")
+    if _copy(model.norm, _child(compat.text_decoder(target), "norm")):
+        copied.append("norm")
+    logger.info("Started from the target: %s.", ", ".join(copied))
+    return copied
+
+
+def _child(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _copy(ours: nn.Module | None, theirs: nn.Module | None) -> bool:
+    mine, other = getattr(ours, "weight", None), getattr(theirs, "weight", None)
+    if mine is None or other is None or mine.shape != other.shape:
+        return False
+    mine.copy_(other)
+    return True
+
+
+def _head_sizes(
+    target: PreTrainedModel, blocks: Sequence[nn.Module], sample: torch.Tensor, head_dim: int
+) -> dict[tuple[int, str], float]:
+    """Return the root mean square of queries and keys per block on the sample."""
+    sizes: dict[tuple[int, str], float] = {}
+    handles = []
+    for i, block in enumerate(blocks):
+        for name, norm in (("q_proj", "q_norm"), ("k_proj", "k_norm")):
+            projection = _child(block, f"self_attn.{name}")
+            if projection is not None:
+
+                def hook(
+                    _m: nn.Module, _a: Any, out: torch.Tensor, key: tuple[int, str] = (i, norm)
+                ) -> None:
+                    heads = out.float().unflatten(-1, (-1, head_dim))
+                    sizes[key] = float(heads.square().mean(dim=-1).sqrt().mean())
+
+                handles.append(projection.register_forward_hook(hook))
+    try:
+        target(input_ids=sample.to(compat.input_device(target)), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes

@@ -1,0 +1,1 @@
+"""Schedules: how many draft tokens each row asks for and verifies."""

@@ -1,0 +1,110 @@
+"""Accounts: each signal's gains and losses in tokens, and when it is paused and tried again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dspark_hf.verification.schedules.base import Draft
+    from dspark_hf.verification.survival import SurvivalEstimates
+
+START_CREDIT, MOST_CREDIT = 0.5, 2.0
+"""Tokens a signal may lose before it is paused, at first and after wins."""
+PROBE_CREDIT = 1.5
+"""Credit at which a signal is tried although its estimate speaks against it."""
+REFILL = 0.02
+"""Credit a held-back proposal earns, in tokens: the share of speed that trying again may cost."""
+WORST_ROUND = 20.0
+"""Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
+PROBE_TOKENS = 4
+"""Draft tokens a probe verifies at most, and a drafter of unknown cost is asked for."""
+FIRST_PROBES = 4
+"""Drafts of each signal that are tried before its estimate is believed."""
+PROBE_EVERY = 24
+"""Held-back drafts of a signal after which one is tried, where no account is kept."""
+
+
+class Accounts:
+    """Accepted drafts are earned, the plain tokens their seconds would have bought are spent.
+
+    A signal in debt is paused and earns its next try slowly, so that text on which drafting never
+    pays loses a few tokens and then about `REFILL` of its speed, whatever the estimates say.
+    """
+
+    def __init__(self, *, may_pause: bool = True) -> None:
+        """Open no accounts yet.
+
+        Args:
+            may_pause: Whether to stop drafting where it does not pay.
+        """
+        self.may_pause = may_pause
+        self._credit: dict[int, float] = {}
+
+    def is_paused(self, signal: int) -> bool:
+        """Tell whether a signal is in debt."""
+        return self.may_pause and self._of(signal) < 0
+
+    def allowed(self, signal: int, wanted: int) -> int:
+        """Return how many tokens to try: what is wanted, nothing when paused, a probe when due."""
+        if not self.may_pause:
+            return max(wanted, 1)
+        if wanted and not self.is_paused(signal):
+            return wanted
+        return PROBE_TOKENS if self._of(signal) >= PROBE_CREDIT else 0
+
+    def refill(self, signals: Iterable[int]) -> None:
+        """Let held-back signals earn a little."""
+        for signal in signals:
+            credit = self._of(signal)
+            self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
+
+    def settle(self, signal: int, earned: float) -> None:
+        """Book what a draft brought, less what it cost, in tokens."""
+        credit = self._of(signal) + max(earned, -WORST_ROUND)
+        self._credit[signal] = min(credit, MOST_CREDIT)
+
+    def _of(self, signal: int) -> float:
+        return self._credit.get(signal, START_CREDIT)
+
+
+class Probes:
+    """Tries held-back signals now and then, as what is never verified can never be learned.
+
+    A probe is due by counts alone and verifies a number of tokens fixed beforehand: it looks at
+    no draft.
+    """
+
+    def __init__(self, estimates: SurvivalEstimates) -> None:
+        """Start counting.
+
+        Args:
+            estimates: Tell how often a signal was tested.
+        """
+        self.estimates = estimates
+        self._held_back: dict[int, int] = {}
+
+    def added(self, drafts: Sequence[Draft], lengths: Sequence[int]) -> list[int]:
+        """Return the lengths with a probe for each signal that is due.
+
+        Args:
+            drafts: Per row.
+            lengths: What the schedule chose.
+
+        Returns:
+            list[int]: Lengths; only zeros are raised.
+        """
+        probed = list(lengths)
+        verified = {d.signal for d, length in zip(drafts, lengths, strict=True) if length}
+        for r, draft in enumerate(drafts):
+            signal = draft.signal
+            if not draft.num_tokens or signal in verified:
+                continue
+            self._held_back[signal] = self._held_back.get(signal, 0) + 1
+            is_new = self.estimates.num_tested(signal) < FIRST_PROBES - 1
+            if is_new or self._held_back[signal] >= PROBE_EVERY:
+                probed[r] = min(PROBE_TOKENS, draft.num_tokens)
+                self._held_back[signal] = 0
+                verified.add(signal)
+        return probed

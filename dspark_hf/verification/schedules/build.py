@@ -1,0 +1,43 @@
+"""The schedule a configuration names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dspark_hf.verification.schedules.auto import CostAwareSchedule
+from dspark_hf.verification.schedules.confident import (
+    BudgetSchedule,
+    PrefixSchedule,
+    ThresholdSchedule,
+)
+from dspark_hf.verification.schedules.fixed import FixedSchedule
+
+if TYPE_CHECKING:
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.verification.costs import StepCosts
+    from dspark_hf.verification.schedules.base import Schedule
+
+
+def build_schedule(
+    config: DSparkConfig, costs: StepCosts, block_size: int | None = None
+) -> Schedule:
+    """Make the schedule of a configuration.
+
+    Args:
+        config: Names it and its settings.
+        costs: Measured step costs of the target, shared by its schedules.
+        block_size: Of a drafter that always drafts a whole block.
+
+    Returns:
+        Schedule: One that has learned nothing.
+    """
+    most = config.max_draft_tokens
+    if config.schedule == "fixed":
+        return FixedSchedule(most)
+    if config.schedule == "threshold":
+        return ThresholdSchedule(most, costs, config.confidence_threshold)
+    if config.schedule == "prefix":
+        return PrefixSchedule(most, costs)
+    if config.schedule == "budget":
+        return BudgetSchedule(most, costs)
+    return CostAwareSchedule(most, costs, may_pause=config.never_slower, block_size=block_size)

@@ -1,0 +1,173 @@
+"""The published schedules: a threshold, the prefix scheduler and its budgeted variant.
+
+All three ask for as many tokens as they may and decide by confidence what is verified. Where a
+drafter gives no confidences, the acceptance of past drafts of the same signal stands in for them,
+and a signal that is held back is tried now and then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
+
+from dspark_hf.verification.schedules.accounts import Probes
+from dspark_hf.verification.schedules.selection import best_lengths, frontier
+from dspark_hf.verification.survival import SurvivalEstimates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.verification.costs import StepCosts
+    from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
+
+ROUNDS_BACK = 2
+"""The budget of a round follows from the confidences of this many rounds earlier."""
+
+
+class _ConfidenceSchedule:
+    """What the three have in common: asking, learning and probing."""
+
+    def __init__(self, max_tokens: int, costs: StepCosts) -> None:
+        """Start from priors.
+
+        Args:
+            max_tokens: Most draft tokens per row and round.
+            costs: Measured step costs, shared by calls of one model.
+        """
+        self.max_tokens = max_tokens
+        self.costs = costs
+        self.estimates = SurvivalEstimates()
+        self.probes = Probes(self.estimates)
+
+    def ask(self, rows: Sequence[RowState]) -> list[int]:
+        """Ask for as many tokens as there is room for."""
+        return [min(self.max_tokens, row.room) for row in rows]
+
+    def observe(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+    ) -> None:
+        """Update step costs and survival."""
+        self.costs.observe(num_tokens, context, verify_s, len(outcomes))
+        self.estimates.observe(outcomes)
+
+    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+        """Learn nothing: the drafts are paid for when the length is chosen."""
+
+    def free(self, row_id: int) -> None:
+        """Forget a row."""
+        self.estimates.free(row_id)
+
+    def _survivals(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[list[float]]:
+        return [
+            self.estimates.survival(row.row_id, draft)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+
+    def _rate(self, rows: Sequence[RowState], tokens: float, num_drafts: int) -> float:
+        """Return tokens per second: tau * SPS(N)."""
+        context = sum(row.context for row in rows)
+        return tokens / self.costs.predict(len(rows) + num_drafts, context, len(rows))
+
+
+class ThresholdSchedule(_ConfidenceSchedule):
+    """Verifies each draft up to the first token whose confidence is below a threshold.
+
+    The confidence is that of the token given those before it, as the drafter states it: what a
+    threshold means does not shift while decoding. The decision on a token looks at its own
+    confidence and those before it, which depend on tokens that are verified; so it is adapted.
+    """
+
+    def __init__(self, max_tokens: int, costs: StepCosts, threshold: float) -> None:
+        """Start from priors.
+
+        Args:
+            max_tokens: Most draft tokens per row and round.
+            costs: Measured step costs.
+            threshold: Least confidence of a token that is verified, 0 to 1.
+        """
+        super().__init__(max_tokens, costs)
+        self.threshold = threshold
+
+    def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
+        """Verify the longest prefix of confident tokens; drafts without confidences get probes."""
+        lengths = []
+        for row, draft in zip(rows, drafts, strict=True):
+            stated = draft.confidence or self.estimates.confidence(row.row_id, draft)
+            lengths.append(sum(1 for _ in takewhile(lambda c: c >= self.threshold, stated)))
+        probed = self.probes.added(drafts, lengths)
+        return [
+            length if draft.confidence else probe
+            for draft, length, probe in zip(drafts, lengths, probed, strict=True)
+        ]
+
+
+class PrefixSchedule(_ConfidenceSchedule):
+    """The hardware-aware prefix scheduler: the likeliest tokens, up to the first drop of speed.
+
+    On a cost curve of stairs it stops before the first step up, as on processors where two tokens
+    cost far more than one; `BudgetSchedule` looks past it.
+
+    Source: DSpark, arXiv:2607.05147, Algorithm 1.
+    """
+
+    def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
+        """Take tokens by descending survival while Theta = tau * SPS(N) grows."""
+        lengths, tokens = [0] * len(rows), float(len(rows))
+        rate = self._rate(rows, tokens, 0)
+        for r, survival in frontier(self._survivals(rows, drafts)):
+            tokens += survival
+            longer = self._rate(rows, tokens, sum(lengths) + 1)
+            if longer <= rate:
+                break
+            lengths[r], rate = lengths[r] + 1, longer
+        return self.probes.added(drafts, lengths)
+
+
+class BudgetSchedule(_ConfidenceSchedule):
+    """The deployed variant: how many tokens follows from older rounds, which ones from this one.
+
+    The budget is the best number over all, by the survivals that each row's draft had two of its
+    drafts earlier; a row that has not drafted twice counts as drafts of its signal usually went.
+    Rows may join and leave at any time. The current survivals only rank (`selection.frontier`).
+
+    Source: DSpark, arXiv:2607.05147, section 5.
+    """
+
+    def __init__(self, max_tokens: int, costs: StepCosts) -> None:
+        """Start from priors; see `_ConfidenceSchedule`."""
+        super().__init__(max_tokens, costs)
+        self._past: dict[int, deque[list[float]]] = {}
+
+    def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
+        """Spend the budget on the likeliest tokens of this round."""
+        survivals = self._survivals(rows, drafts)
+        older = [
+            self._older(row.row_id, draft, survival)
+            for row, draft, survival in zip(rows, drafts, survivals, strict=True)
+        ]
+        budget = sum(best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n)))
+        lengths = [0] * len(rows)
+        for r, _ in islice(frontier(survivals), budget):
+            lengths[r] += 1
+        for row, draft, survival in zip(rows, drafts, survivals, strict=True):
+            self.estimates.note(draft, survival)
+            if draft.confidence:
+                past = self._past.setdefault(row.row_id, deque(maxlen=ROUNDS_BACK))
+                past.append(survival)
+        return self.probes.added(drafts, lengths)
+
+    def free(self, row_id: int) -> None:
+        """Forget a row."""
+        super().free(row_id)
+        self._past.pop(row_id, None)
+
+    def _older(self, row_id: int, draft: Draft, survival: list[float]) -> list[float]:
+        """Return what the row's draft looks like from older rounds."""
+        if not draft.confidence:
+            # An estimate from past rounds already.
+            return survival
+        past = self._past.get(row_id, ())
+        if len(past) < ROUNDS_BACK:
+            return self.estimates.expected(row_id, draft.signal, draft.num_tokens)
+        return past[0][: draft.num_tokens]
