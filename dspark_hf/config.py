@@ -12,7 +12,7 @@ import yaml
 from dspark_hf.errors import ConfigError
 
 ACCEPTANCE = ("rejection", "coupled")
-SCHEDULES = ("auto", "fixed")
+SCHEDULES = ("auto", "fixed", "threshold", "prefix", "budget")
 EXACTNESS = ("plain", "recheck")
 MOST_DRAFT_TOKENS = 64
 """Longest draft; beyond it no measured step cost lets a longer one pay."""
@@ -26,8 +26,14 @@ class DSparkConfig:
         acceptance: Rule for sampling: "rejection" (accept with min(1, p/q)) or "coupled" (noise
             keyed by seed and position: same seed, same text for any drafter, batch or schedule).
             Greedy decoding uses neither.
-        schedule: "auto" chooses each row's draft length from measured acceptance and step cost;
-            "fixed" asks for `max_draft_tokens` each round and verifies all that is proposed.
+        schedule: "auto" chooses each row's draft length from the drafter's confidences or past
+            acceptance, and measured step cost. The others ask for `max_draft_tokens` each round:
+            "fixed" verifies all that is proposed; "threshold" stops before the first token whose
+            confidence is below `confidence_threshold`; "prefix" takes the likeliest tokens of all
+            rows while expected speed grows; "budget" takes as many as older rounds make worth it.
+            Where a drafter gives no confidences, past acceptance stands in for them.
+        confidence_threshold: Least confidence of a token that "threshold" verifies, from 0 to 1:
+            the drafter's probability that the token survives given that those before it did.
         max_draft_tokens: Most draft tokens a row verifies in one round, 1 to 64.
         never_slower: With "auto", stop drafting where it does not pay and probe again later. Also
             sends several rows of a model that must run row by row to the model's own loop.
@@ -39,11 +45,12 @@ class DSparkConfig:
             every call. A row's stream follows from seed and prompt: with a fixed seed, repeating a
             call repeats its draws, while equal prompts of one batch draw differently.
             With "coupled" the same seed gives the same text; with "rejection" so long as the
-            draft lengths are the same (`schedule="fixed"`), as "auto" follows measured times.
+            draft lengths are the same (`schedule="fixed"`), as others follow measured times.
     """
 
     acceptance: str = "rejection"
     schedule: str = "auto"
+    confidence_threshold: float = 0.92
     max_draft_tokens: int = 16
     never_slower: bool = True
     exactness: str = "plain"
@@ -55,6 +62,11 @@ class DSparkConfig:
         _one_of("acceptance", self.acceptance, ACCEPTANCE)
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("exactness", self.exactness, EXACTNESS)
+        if not _is_number(self.confidence_threshold) or not 0 <= self.confidence_threshold <= 1:
+            raise ConfigError(
+                "confidence_threshold must be a number from 0 to 1; got "
+                f"{self.confidence_threshold!r}."
+            )
         if (
             not isinstance(self.max_draft_tokens, int)
             or isinstance(self.max_draft_tokens, bool)

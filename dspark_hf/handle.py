@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +14,11 @@ from dspark_hf.decode import Decoder, Recheck
 from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.drafting.block.taps import FeatureTaps
 from dspark_hf.metrics import LifetimeMetrics
+from dspark_hf.profiling import measure_profile, profile_key
 from dspark_hf.targets.select import Choice, choose_target
-from dspark_hf.values import Feed
 from dspark_hf.verification.costs import StepCosts
-from dspark_hf.verification.schedules.auto import CostAwareSchedule
+from dspark_hf.verification.profile import ThroughputProfile, mark_stale, profile_folder
+from dspark_hf.verification.schedules.build import build_schedule
 from dspark_hf.verification.schedules.fixed import FixedSchedule
 
 if TYPE_CHECKING:
@@ -59,15 +59,16 @@ class DSparkHandle:
     costs: StepCosts = field(default_factory=StepCosts)
     lock: Any = field(default_factory=threading.RLock, repr=False)
     _choices: dict[Any, Choice] = field(default_factory=dict)
-    _schedules: dict[Any, CostAwareSchedule] = field(default_factory=dict)
+    _schedules: dict[Any, Schedule] = field(default_factory=dict)
     lookups: dict[int, LookupDrafter] = field(default_factory=dict, repr=False)
     assistants: dict[int, Drafter] = field(default_factory=dict, repr=False)
     _warned: set[str] = field(default_factory=set)
+    _profiled: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the lock and what was measured: another process measures for itself."""
         state = dict(vars(self))
-        state.update(lock=None, costs=StepCosts(), _schedules={}, assistants={})
+        state.update(lock=None, costs=StepCosts(), _schedules={}, assistants={}, _profiled=None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,12 +135,28 @@ class DSparkHandle:
     def _schedule(self, drafter: Drafter | None, config: DSparkConfig) -> Schedule:
         if config.schedule == "fixed" or drafter is None:
             return FixedSchedule(config.max_draft_tokens)
-        key = (drafter.name, id(drafter), config.max_draft_tokens, config.never_slower)
+        self._load_profile()
+        settings = (config.schedule, config.confidence_threshold, config.never_slower)
+        key = (drafter.name, id(drafter), config.max_draft_tokens, settings)
         if key not in self._schedules:
-            self._schedules[key] = CostAwareSchedule(
-                config.max_draft_tokens, self.costs, may_pause=config.never_slower
-            )
+            block_size = getattr(drafter, "block_size", None)
+            self._schedules[key] = build_schedule(config, self.costs, block_size)
         return self._schedules[key]
+
+    def _load_profile(self) -> None:
+        """Start from the profile an earlier process stored, once per way the model is run."""
+        choice = self.target_choice()
+        state = (self.model.dtype, self.model.device, choice.path, torch.get_num_threads())
+        if self._profiled != state:
+            self._profiled = state
+            key = profile_key(self.model, choice)
+            profile = ThroughputProfile.load(profile_folder(), key)
+            if profile is not None:
+                self._use(profile)
+
+    def _use(self, profile: ThroughputProfile) -> None:
+        folder = profile_folder()
+        self.costs.seed(profile.entries, lambda: mark_stale(folder, profile.key))
 
     def warn_once(self, message: str) -> None:
         """Log a line the first time it is said about this model.
@@ -151,36 +168,38 @@ class DSparkHandle:
             self._warned.add(message)
             logger.warning(message)
 
-    @torch.no_grad()
     def profile(
-        self, widths: Sequence[int] = (1, 2, 4, 8, 16), context: int = 256, repeats: int = 5
-    ) -> dict[int, float]:
-        """Measure what a forward over several tokens of one row costs, and remember it.
+        self,
+        widths: Sequence[int] = (1, 2, 4, 8, 16),
+        rows: Sequence[int] = (2, 4, 8),
+        context: int = 256,
+        repeats: int = 5,
+    ) -> ThroughputProfile:
+        """Measure what forwards over several tokens or rows cost, use it and store it.
+
+        It is stored under `$DSPARK_HF_CACHE` (by default `~/.cache/dspark_hf`) and found by later
+        processes that run the same model in the same way on the same machine.
 
         Args:
-            widths: Numbers of new tokens, at least one number.
+            widths: Numbers of new tokens of one row, at least one number.
+            rows: Numbers of rows with one new token each; () for none.
             context: Cached tokens before them, at least 1; with the widest they must fit the
                 model's positions.
-            repeats: Forwards per width, at least 1; the median counts.
+            repeats: Forwards per cell, at least 1; the median counts.
 
         Returns:
-            dict[int, float]: Seconds by width.
+            ThroughputProfile: What was measured; `seconds_by_width()` for one row.
 
         Raises:
             NotImplementedError: If no target is exact for the model (`target_choice().path` is
                 None): there is nothing to draft for.
         """
         with self.lock:
-            target = self.target_choice().build(self.model, context + max(widths))
-            target.forward([Feed(0, [1] * context, 1)])
-            seconds: dict[int, list[float]] = {width: [] for width in widths}
-            for _ in range(repeats):
-                for width in widths:
-                    target.hold(0)
-                    begin = perf_counter()
-                    logits = target.forward([Feed(0, [1] * width, width)])[0]
-                    logits.argmax(dim=-1).tolist()
-                    seconds[width].append(perf_counter() - begin)
-                    self.costs.observe(width, context, seconds[width][-1])
-                    target.rollback(0, context)
-        return {width: sorted(times)[len(times) // 2] for width, times in seconds.items()}
+            choice = self.target_choice()
+            profile = measure_profile(self.model, choice, widths, rows, context, repeats)
+            self._use(profile)
+            try:
+                profile.save(profile_folder())
+            except OSError as error:
+                logger.warning("The profile is used but cannot be stored: %s", error)
+        return profile

@@ -24,3 +24,9 @@ def pytest_configure() -> None:
 def smollm2_path() -> Path:
     """Local checkpoint of SmolLM2-135M-Instruct; written on first use (about 30 s)."""
     return prepare_smollm2()
+
+
+@pytest.fixture(autouse=True)
+def _profiles_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep throughput profiles of tests apart from the user's, and from each other."""
+    monkeypatch.setattr("dspark_hf.handle.profile_folder", lambda: tmp_path / "profiles")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_hf.profiling import cpu_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,23 +28,6 @@ SAMPLED_VALUES = 16
 def machine() -> dict[str, Any]:
     """Return what results must have in common to be compared: CPU and cores."""
     return {"cpu": cpu_name(), "cores": usable_cores(), "architecture": platform.machine()}
-
-
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's name.
-
-    Args:
-        cpuinfo: Where Linux lists it.
-
-    Returns:
-        str: The name, or the architecture where the system tells no name.
-    """
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -52,7 +52,8 @@ def doctor(
     if choice.path is None:
         console.print(Text("Drafting cannot help here: nothing verifies drafts exactly.", "yellow"))
         return
-    seconds = wrapped.dspark.profile(widths=WIDTHS, repeats=REPEATS)
+    profile = wrapped.dspark.profile(widths=WIDTHS, rows=(), repeats=REPEATS)
+    seconds = profile.seconds_by_width()
     console.print(cost_table(seconds))
     console.print(verdict(seconds))
 
@@ -61,7 +62,8 @@ def environment() -> dict[str, str]:
     """Return versions, devices and threads, by name."""
     import torch
 
-    from dspark_hf.benchmarks.environment import cpu_name, usable_cores
+    from dspark_hf.benchmarks.environment import usable_cores
+    from dspark_hf.profiling import cpu_name
 
     facts = {"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"}
     for name in PACKAGES:

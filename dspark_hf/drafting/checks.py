@@ -53,8 +53,10 @@ def checked_proposal(
                 f"drafter {drafter_name!r} must give confidences from 0 to 1; got {value}. Return "
                 "probabilities, not logits, or () for none."
             )
-    if len(proposal.ids) <= max_tokens:
+    if len(proposal.ids) <= max_tokens and not len(proposal.confidence):
         return proposal
     return dataclasses.replace(
-        proposal, ids=proposal.ids[:max_tokens], confidence=proposal.confidence[:max_tokens]
+        proposal,
+        ids=proposal.ids[:max_tokens],
+        confidence=tuple(float(value) for value in proposal.confidence[:max_tokens]),
     )

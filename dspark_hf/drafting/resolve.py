@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dspark_hf import compat
 from dspark_hf.drafting.base import Drafter
+from dspark_hf.drafting.block.build import build_block_drafter
+from dspark_hf.drafting.checkpoints.detect import detect_kind
+from dspark_hf.drafting.checkpoints.load import load_checkpoint, read_config
+from dspark_hf.drafting.choice import choose_between
 from dspark_hf.drafting.lookup import LookupDrafter
 from dspark_hf.drafting.small_model import ModelDrafter, check_tokenizers
+from dspark_hf.drafting.shipped import find_shipped
 from dspark_hf.errors import CheckpointError, ConfigError
 
-NAMES = ("lookup",)
+logger = logging.getLogger(__name__)
+
+NAMES = ("lookup", "auto")
 
 
 def resolve_drafter(
@@ -22,8 +30,10 @@ def resolve_drafter(
     """Make a drafter for a target.
 
     Args:
-        drafter: None, "lookup", a path or hub id of a causal LM, a PreTrainedModel, or any object
-            with `name`, `propose` and `free`.
+        drafter: None; "lookup"; "auto" for the drafter that ships for this target, with lookup
+            beside it; a path or hub id of a block drafter (DSpark, DFlash) or of a causal LM; a
+            PreTrainedModel; any object with `name`, `propose` and `free`; or a list of these, of
+            which the one that promises most is chosen per row and round.
         target: The model to draft for.
         tokenizer: The target's tokenizer; looked up where the target was loaded from if None.
         drafter_tokenizer: The drafter's, likewise.
@@ -38,17 +48,40 @@ def resolve_drafter(
     if drafter is None:
         return None
     if isinstance(drafter, str | Path):
-        if str(drafter) in NAMES:
+        if str(drafter) == "lookup":
             return LookupDrafter(stop_ids=special_ids(target))
+        if str(drafter) == "auto":
+            return _automatic(target)
         return _from_checkpoint(str(drafter), target, tokenizer, drafter_tokenizer)
     if isinstance(drafter, PreTrainedModel):
         return model_drafter(drafter, target, tokenizer, drafter_tokenizer)
+    if isinstance(drafter, list | tuple):
+        members = [
+            made
+            for item in drafter
+            if (made := resolve_drafter(item, target, tokenizer, drafter_tokenizer)) is not None
+        ]
+        return members[0] if len(members) == 1 else choose_between(members)
     if not isinstance(drafter, type) and isinstance(drafter, Drafter):
         return drafter
     raise ConfigError(
-        f"drafter must be None, one of {list(NAMES)}, a path or hub id, a PreTrainedModel, or an "
-        f"object with name, propose() and free(); got {drafter!r}."
+        f"drafter must be None, one of {list(NAMES)}, a path or hub id, a PreTrainedModel, an "
+        f"object with name, propose() and free(), or a list of these; got {drafter!r}."
     )
+
+
+def _automatic(target: PreTrainedModel) -> Drafter:
+    """Return the drafter that ships for the target with lookup beside it, or lookup alone."""
+    lookup = LookupDrafter(stop_ids=special_ids(target))
+    folder = find_shipped(target)
+    if folder is None:
+        logger.info(
+            "No drafter ships for %s; drafting by lookup. `dspark-hf train` makes one.",
+            getattr(target, "name_or_path", "") or type(target).__name__,
+        )
+        return lookup
+    checkpoint = load_checkpoint(folder)
+    return choose_between([build_block_drafter(checkpoint, target, name=folder.name), lookup])
 
 
 def special_ids(target: PreTrainedModel) -> list[int]:
@@ -81,12 +114,18 @@ def model_drafter(
 
 def _from_checkpoint(
     source: str, target: PreTrainedModel, tokenizer: Any, drafter_tokenizer: Any
-) -> ModelDrafter:
+) -> Drafter:
+    config = read_config(source)
+    if config is not None and detect_kind(config) is not None:
+        rows = int(target.get_input_embeddings().weight.shape[0])
+        checkpoint = load_checkpoint(source, vocab_size=rows)
+        return build_block_drafter(checkpoint, target, name=Path(source).name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"drafter must be one of {list(NAMES)} or the path or hub id of a causal LM; loading "
+            f"drafter must be one of {list(NAMES)} or the path or hub id of a "
+            f"block drafter or a causal LM; loading "
             f"{source!r} failed: {str(error).splitlines()[0]}"
         ) from error
     model.eval()

@@ -26,10 +26,17 @@ class _Draft:
     request: DraftRequest
     ids: list[int] = field(default_factory=list)
     probs: list[torch.Tensor] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
 
 
 class ModelDrafter:
-    """Drafts with a causal LM, all rows in one forward per token, over a cache of its own."""
+    """Drafts with a causal LM, all rows in one forward per token, over a cache of its own.
+
+    The confidence of a token is the largest probability of the distribution it is drawn or taken
+    from: of a greedy draft the token's own probability. It is known before the draw, so that it
+    cannot tell which token was drawn; and being the same quantity in both cases, one calibration
+    serves both. It says how sure the drafter is, not how right: schedules learn that by themselves.
+    """
 
     def __init__(self, model: PreTrainedModel, target_vocab_size: int, name: str = "model") -> None:
         """Prepare a drafter.
@@ -79,7 +86,11 @@ class ModelDrafter:
             growing = [draft for draft in growing if len(draft.ids) < self._wanted(draft)]
             feeds = [Feed(draft.request.row_id, draft.ids[-1:], 1) for draft in growing]
         return [
-            Proposal(draft.ids, torch.stack(draft.probs) if draft.probs else None)
+            Proposal(
+                draft.ids,
+                torch.stack(draft.probs) if draft.probs else None,
+                confidence=draft.confidence,
+            )
             for draft in drafts
         ]
 
@@ -134,8 +145,11 @@ class ModelDrafter:
         warp = draft.request.warp
         if warp is None:
             draft.ids.append(int(logits.argmax(dim=-1)))
+            log_prob = logits[0].max() - torch.logsumexp(logits[0], dim=-1)
+            draft.confidence.append(min(float(log_prob.exp()), 1.0))
             return
         probs = warp(logits)[0].cpu()
+        draft.confidence.append(min(float(probs.max()), 1.0))
         draft.ids.append(int(torch.multinomial(probs, 1, generator=draft.request.generator)))
         missing = self.target_vocab_size - len(probs)
         draft.probs.append(torch.nn.functional.pad(probs, (0, missing)) if missing else probs)

@@ -20,7 +20,7 @@ WORST_ROUND = 20.0
 """Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
 PROBE_TOKENS = 4
 """Draft tokens a probe verifies at most, and a drafter of unknown cost is asked for."""
-FIRST_PROBES = 4
+FIRST_PROBES = 3
 """Drafts of each signal that are tried before its estimate is believed."""
 PROBE_EVERY = 24
 """Held-back drafts of a signal after which one is tried, where no account is kept."""
@@ -102,7 +102,7 @@ class Probes:
             if not draft.num_tokens or signal in verified:
                 continue
             self._held_back[signal] = self._held_back.get(signal, 0) + 1
-            is_new = self.estimates.num_tested(signal) < FIRST_PROBES - 1
+            is_new = self.estimates.num_tested(signal) < FIRST_PROBES
             if is_new or self._held_back[signal] >= PROBE_EVERY:
                 probed[r] = min(PROBE_TOKENS, draft.num_tokens)
                 self._held_back[signal] = 0

@@ -1,4 +1,4 @@
-"""CostAwareSchedule: verifies what pays, by survival and step cost, and stops where nothing does."""
+"""CostAwareSchedule: verifies what pays, by survival and step cost; stops where nothing does."""
 
 from __future__ import annotations
 
@@ -133,11 +133,12 @@ class CostAwareSchedule:
         wider = self.costs.predict(num_tokens, context, num_rows) - plain
         verified = sum(outcome.verified for outcome in outcomes)
         per_verified = wider / plain * num_rows / max(verified, 1)
-        drafting = self.draft_costs.predict(max(drafted.values())) / plain * num_rows
+        drafting_s = self.draft_costs.predict(max(drafted.values()))
+        drafting = drafting_s / plain * num_rows / sum(drafted.values())
         for outcome in outcomes:
-            if outcome.row_id in drafted:
-                share = drafted[outcome.row_id] / sum(drafted.values())
-                spent = per_verified * outcome.verified + drafting * share
+            # What is drafted in any case is free for a held-back signal, or it would never return.
+            if outcome.verified or (outcome.row_id in drafted and drafting_s >= CHEAP * plain):
+                spent = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
                 self.accounts.settle(outcome.signal, outcome.accepted - spent)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:

@@ -167,7 +167,7 @@ class BudgetSchedule(_ConfidenceSchedule):
         if not draft.confidence:
             # An estimate from past rounds already.
             return survival
-        past = self._past.get(row_id, ())
-        if len(past) < ROUNDS_BACK:
+        past = self._past.get(row_id)
+        if past is None or len(past) < ROUNDS_BACK:
             return self.estimates.expected(row_id, draft.signal, draft.num_tokens)
         return past[0][: draft.num_tokens]

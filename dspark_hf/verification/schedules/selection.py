@@ -30,14 +30,13 @@ their survivals are part of what is known before the round.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from dspark_hf.verification.schedules.base import Draft
 
-Rate = Callable[[float, int], float] if TYPE_CHECKING else None
+Rate = Callable[[float, int], float]
 """Tokens per second of a round: from the tokens expected of it and the draft tokens verified."""
 
 
