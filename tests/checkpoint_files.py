@@ -1,4 +1,4 @@
-"""Checkpoints of block drafters for tests: the golden ones, and tiny hand-made ones of each layout."""
+"""Checkpoints of block drafters for tests: golden ones, and tiny hand-made ones of each layout."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from dspark_hf.cli.bench import bench_app
+from dspark_hf.cli.calibrate import calibrate
 from dspark_hf.cli.convert import convert
 from dspark_hf.cli.demo import demo
 from dspark_hf.cli.doctor import doctor
+from dspark_hf.cli.eval import eval_app
 from dspark_hf.cli.generate import generate
 from dspark_hf.cli.verify import verify
 from dspark_hf.errors import DSparkError
@@ -47,7 +49,9 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(verify)
 app.command()(convert)
+app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 
 def main() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads annotations
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table as RichTable
 
 from dspark_hf.benchmarks.results import DEFAULT_PATH
-
-if TYPE_CHECKING:
-    from dspark_hf.benchmarks.tables import Table
+from dspark_hf.cli.progress import show_table
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Measure generate() beside plain Transformers, in one process."
@@ -78,7 +75,7 @@ def generate(
             observer=_Bar(progress),
         )
     for name in settings.chosen:
-        _show(run_table(results["runs"][run_key(name, dtype)], results))
+        show_table(run_table(results["runs"][run_key(name, dtype)], results))
     console.print(f"Results are in {output}; `dspark-hf bench table {output}` prints markdown.")
 
 
@@ -97,9 +94,10 @@ def table(
     ] = None,
 ) -> None:
     """Print a result file as markdown tables, or write them into a document."""
+    from dspark_hf.benchmarks.markers import as_markdown, update_markers
     from dspark_hf.benchmarks.results import load_results
     from dspark_hf.benchmarks.settings import SECTIONS
-    from dspark_hf.benchmarks.tables import all_tables, as_markdown, update_markers
+    from dspark_hf.benchmarks.tables import all_tables
 
     tables = all_tables(load_results(results))
     if update is not None:
@@ -141,13 +139,3 @@ def _progress(console: Console) -> Progress:
         # Redrawing takes CPU time from what is measured.
         refresh_per_second=1,
     )
-
-
-def _show(shown: Table) -> None:
-    rich_table = RichTable(title=shown.title, caption=shown.note)
-    for i, title in enumerate(shown.header):
-        rich_table.add_column(title, justify="left" if i < 2 else "right", no_wrap=i < 2)
-    for row in shown.rows:
-        rich_table.add_row(*row)
-    # Rich takes a file or pipe for 80 columns wide, too few for these tables.
-    Console(width=None if sys.stdout.isatty() else 160).print(rich_table)

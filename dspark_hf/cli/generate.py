@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,9 +31,14 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain Transformers too, and compare.")
     ] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Show every round: an HTML file to write, or - for the terminal."),
+    ] = None,
 ) -> None:
     """Generate text and colour the draft tokens that were accepted."""
-    from dspark_hf.cli import render, session
+    from dspark_hf.cli import render, session, token_view
+    from dspark_hf.cli.trace_page import trace_page
     from dspark_hf.config import DSparkConfig
     from dspark_hf.losslessness import find_forks
 
@@ -48,7 +55,8 @@ def generate(
         session.generate_plain(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
         session.generate(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
     kwargs["max_new_tokens"] = max_new_tokens
-    run = session.generate(wrapped, batch, **kwargs)
+    with nullcontext() if trace is None else wrapped.dspark.trace() as rounds:
+        run = session.generate(wrapped, batch, **kwargs)
     for number, (ids, record) in enumerate(zip(run.ids, run.records, strict=True), start=1):
         if len(run.ids) > 1:
             console.rule(f"prompt {number}", align="left")
@@ -57,6 +65,19 @@ def generate(
     console.print(render.legend(console))
     console.print(f"{run.tokens_per_s:.1f} tokens/s ({run.seconds:.2f} s, prompts included)")
     console.print(render.speculation_table(run.records))
+    if trace == "-":
+        token_view.print_trace(console, rounds, tokenizer)
+    elif trace is not None:
+        page = trace_page(
+            rounds,
+            run.records,
+            session.rows_of(batch),
+            tokenizer,
+            title=f"{Path(model).name}, drafter {Path(drafter).name}",
+            first=[ids[0] if ids else None for ids in run.ids],
+        )
+        Path(trace).write_text(page, encoding="utf-8")
+        console.print(f"Every round is in {trace}.", soft_wrap=True)
     if compare:
         plain = session.generate_plain(wrapped, batch, **kwargs)
         ratio = run.tokens_per_s / plain.tokens_per_s

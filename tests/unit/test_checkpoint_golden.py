@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from checkpoint_files import (
     GOLDEN,
     SETS,
     SPECULATORS_SETS,
+    changed,
     drafter_of,
     golden_config,
     golden_tensors,
@@ -66,12 +68,7 @@ def test_deepspec_to_speculators_and_back_changes_nothing(name: str, tmp_path: P
     back = load_checkpoint(save(there, tmp_path / "back", "deepspec"))
     assert back.spec == first.spec
     assert_same_tensors(golden_tensors(name), load_file(tmp_path / "back" / "model.safetensors"))
-    config, golden = back.config, golden_config(name)
-    if not golden["markov_rank"] or not golden["enable_confidence_head"]:
-        golden.pop("markov_head_type", None)
-        config = {key: value for key, value in config.items() if key != "markov_head_type"}
-    left_out = {"max_window_layers", "transformers_version"} - config.keys()
-    assert config == {key: value for key, value in golden.items() if key not in left_out}
+    assert back.config == changed(golden_config(name), transformers_version=...)
 
 
 def test_the_fields_written_for_speculators_are_those_of_its_own_files(tmp_path: Path) -> None:
@@ -79,8 +76,8 @@ def test_the_fields_written_for_speculators_are_those_of_its_own_files(tmp_path:
     written, golden = read_config(tmp_path), golden_config("speculators_pruned_b5")
     # auto_map names code that is not there; the other is the version of Transformers that saved it.
     assert golden.keys() - written.keys() == {"auto_map", "transformers_version"}
-    # Read by nobody but this package: the way back needs it.
-    assert written.keys() - golden.keys() == {"num_target_layers"}
+    # The way back needs them; other readers keep fields they do not know.
+    assert written.keys() - golden.keys() == {"num_target_layers", "max_anchors"}
     inner = "transformer_layer_config"
     assert written[inner].keys() == golden[inner].keys()
     assert written["speculators_config"].keys() == golden["speculators_config"].keys()
@@ -99,7 +96,7 @@ def test_the_weights_of_a_golden_drafter_fit_the_model(name: str) -> None:
 def test_embedding_and_head_of_a_target_make_a_deepspec_checkpoint(tmp_path: Path) -> None:
     golden = load_checkpoint(drafter_of("vanilla_b5"))
     bare = dataclasses.replace(golden, embed=None, head=None)
-    with pytest.raises(CheckpointError, match="embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"embed_tokens\.weight"):
         save(bare, tmp_path / "no", "deepspec")
     target = read_target(GOLDEN / "vanilla_b5" / "target")
     full = with_target(bare, target)
@@ -143,6 +140,24 @@ def test_what_deepspec_cannot_express_is_refused(name: str, reason: str, tmp_pat
     target = read_target(GOLDEN / name / "target")
     with pytest.raises(CheckpointError, match=reason):
         save(with_target(checkpoint, target), tmp_path, "deepspec")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target_layers": (0, 2, 5)}, "leave out the target's last block"),
+        ({"target_layers": (4, 0, 2)}, "must increase"),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 4}, "full attention"),
+        ({"rope_partial": 0.5}, "rope_partial must be 1.0"),
+    ],
+)
+def test_a_drafter_that_deepspec_would_read_differently_is_not_written(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    golden = load_checkpoint(drafter_of("vanilla_b5"))
+    odd = dataclasses.replace(golden, spec=dataclasses.replace(golden.spec, **changes))
+    with pytest.raises(NotImplementedError, match=reason):
+        save(odd, tmp_path, "deepspec")
 
 
 def test_a_new_drafter_without_config_is_written_from_its_spec(tmp_path: Path) -> None:

@@ -86,6 +86,12 @@ def write_config(
             "a DeepSpec drafter must have full attention in all layers; got layer_types "
             f"{list(spec.layer_types)}. Write the speculators layout."
         )
+    taps, blocks = spec.target_layers, spec.num_target_layers
+    if list(taps) != sorted(taps) or (blocks is not None and taps[-1] >= blocks - 1):
+        raise UnsupportedCheckpointError(
+            "target_layer_ids of a DeepSpec drafter must increase and leave out the target's last "
+            f"block; got {list(taps)} of {blocks} blocks. Write the speculators layout."
+        )
     config = write_qwen3(spec, carried)
     config.update(
         architectures=["Qwen3DSparkModel"],

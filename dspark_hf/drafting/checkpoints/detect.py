@@ -29,7 +29,8 @@ def detect_kind(config: Mapping[str, Any]) -> str | None:
     Raises:
         UnsupportedCheckpointError: For a drafter of a kind this package has no model for.
     """
-    names = [str(name) for name in config.get("architectures") or ()]
+    architectures = config.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     speculators = config.get("speculators_model_type")
     if speculators in ("dspark", "dflash"):
         return f"speculators-{speculators}"
@@ -45,7 +46,7 @@ def detect_kind(config: Mapping[str, Any]) -> str | None:
             raise _unsupported(f"architecture {name!r}")
     nested = config.get("dflash_config")
     if isinstance(nested, dict) or "DFlashDraftModel" in names:
-        _refuse_relatives(nested or {})
+        _refuse_relatives(nested if isinstance(nested, dict) else {})
         return "zlab-dflash"
     if {"block_size", "target_layer_ids", "mask_token_id"} <= config.keys():
         # Transformers names all its drafters that way and gives them no class in common.

@@ -82,12 +82,16 @@ def _config(
             return {**config, "num_target_layers": spec.num_target_layers}
     carried = config.get("transformer_layer_config") or config
     dtype = str(checkpoint.tensors["fc.weight"].dtype).removeprefix("torch.")
+    anchors = config.get("num_anchors", config.get("max_anchors"))
     if layout == "deepspec":
-        anchors = config.get("num_anchors", config.get("max_anchors"))
         return deepspec.write_config(spec, carried=carried, dtype=dtype, num_anchors=anchors)
     saved = (config.get("speculators_config") or {}).get("verifier")
     return speculators.write_config(
-        spec, carried=carried, dtype=dtype, verifier=verifier or saved or NO_VERIFIER
+        spec,
+        carried=carried,
+        dtype=dtype,
+        verifier=verifier or saved or NO_VERIFIER,
+        num_anchors=anchors,
     )
 
 

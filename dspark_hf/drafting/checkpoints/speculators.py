@@ -66,7 +66,12 @@ def read_spec(config: Mapping[str, Any]) -> BlockSpec:
 
 
 def write_config(
-    spec: BlockSpec, *, carried: Mapping[str, Any], dtype: str, verifier: Mapping[str, Any]
+    spec: BlockSpec,
+    *,
+    carried: Mapping[str, Any],
+    dtype: str,
+    verifier: Mapping[str, Any],
+    num_anchors: int | None = None,
 ) -> dict[str, Any]:
     """Write config.json anew.
 
@@ -75,6 +80,7 @@ def write_config(
         carried: Backbone fields of the layout it comes from; see `backbone.CARRIED`.
         dtype: Of the weights, as Transformers writes it.
         verifier: name_or_path and architectures of the target.
+        num_anchors: Of its training; left out if None.
 
     Returns:
         dict[str, Any]: Content of config.json.
@@ -119,6 +125,8 @@ def write_config(
     }
     if spec.num_target_layers is not None:
         config["num_target_layers"] = spec.num_target_layers
+    if num_anchors is not None:
+        config["max_anchors"] = num_anchors
     if is_dspark:
         config.update(
             confidence_head_with_markov=spec.confidence_sees_token,

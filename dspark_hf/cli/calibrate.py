@@ -1,0 +1,82 @@
+"""`dspark-hf calibrate`: temperatures for a drafter's confidences, kept beside its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from dspark_hf.cli.progress import counting
+from dspark_hf.cli.render import plain_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dspark_hf.evaluation import Calibration
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
+    drafter: Annotated[str, typer.Option(help="Folder or hub id of a block drafter.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file of prompts. Default: 28 of the shipped ones.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts per group at most. Default: all.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
+    temperature: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Decode at this, 0 for greedy; may be repeated. Default: 0, 1."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write. Default: calibration.json in the drafter's folder."),
+    ] = None,
+) -> None:
+    """Fit a drafter's confidences to what the target accepts, by sequential temperature scaling."""
+    from dspark_hf.cli import session
+    from dspark_hf.drafting.checkpoints.source import CALIBRATION
+    from dspark_hf.errors import ConfigError
+    from dspark_hf.evaluation import calibrate_drafter
+    from dspark_hf.evaluation.calibrate import TEMPERATURES
+    from dspark_hf.evaluation.prompts import calibration_prompts, read_prompts
+
+    console = Console(highlight=False)
+    if out is None and not Path(drafter).is_dir():
+        raise ConfigError(
+            f"--out must name a file where --drafter is no local folder; got drafter {drafter!r}."
+        )
+    path = Path(drafter) / CALIBRATION if out is None else out
+    chosen = calibration_prompts(limit) if prompts is None else read_prompts(prompts, limit)
+    wrapped, tokenizer = session.load(model, drafter, dtype)
+    temperatures = tuple(temperature or TEMPERATURES)
+    with counting(Console(stderr=True), "prompts", len(chosen) * len(temperatures)) as tell:
+        found = calibrate_drafter(
+            wrapped,
+            tokenizer,
+            chosen,
+            max_new_tokens=max_new_tokens,
+            temperatures=temperatures,
+            observer=tell,
+        )
+    path.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+    console.print(calibration_table(found))
+    console.print(f"Written to {path}; drafters loaded from its folder use it.", soft_wrap=True)
+
+
+def calibration_table(found: Calibration) -> Table:
+    """Return a line per draft position."""
+    table = plain_table("position", "temperature", "error before", "error after", "AUC")
+    table.caption = (
+        f"fitted on {found.num_fitted} rounds, measured on {found.num_held_out} of other prompts"
+    )
+    columns = zip(found.temperatures, found.ece_before, found.ece_after, found.auc, strict=True)
+    for place, (temperature, before, after, auc) in enumerate(columns, start=1):
+        ranks = "-" if auc is None else f"{auc:.3f}"
+        table.add_row(str(place), f"{temperature:.2f}", f"{before:.2%}", f"{after:.2%}", ranks)
+    return table
