@@ -197,6 +197,17 @@ def attention_set_to(configs: list[Any], name: str) -> Iterator[None]:
                     del _switched[id(config)]
 
 
+def attention_shape(model: PreTrainedModel) -> dict[str, int]:
+    """Return the numbers of query and key heads and their width, from the configuration."""
+    config = text_config(model)
+    heads = int(config.num_attention_heads)
+    return {
+        "num_heads": heads,
+        "num_kv": int(getattr(config, "num_key_value_heads", None) or heads),
+        "dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+    }
+
+
 def original_attention(config: Any) -> str:
     """Return the attention implementation a configuration names when no forward has switched it."""
     entry = _switched.get(id(config))

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from dspark_hf.attention.policy import SparsePolicy, resolve_policy
 from dspark_hf.errors import ConfigError
 
 ACCEPTANCE = ("rejection", "coupled")
@@ -46,6 +47,8 @@ class DSparkConfig:
             call repeats its draws, while equal prompts of one batch draw differently.
             With "coupled" the same seed gives the same text; with "rejection" so long as the
             draft lengths are the same (`schedule="fixed"`), as others follow measured times.
+        sparse: How much of a long context decoding reads: None for all of it, "quality", "fast",
+            or a `SparsePolicy`. Not lossless: see `model.dspark.sparse_attention`.
     """
 
     acceptance: str = "rejection"
@@ -56,6 +59,7 @@ class DSparkConfig:
     exactness: str = "plain"
     recheck_margin: float = 0.1
     seed: int | None = None
+    sparse: SparsePolicy | str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""
@@ -85,6 +89,7 @@ class DSparkConfig:
         is_integer = isinstance(self.seed, int) and not isinstance(self.seed, bool)
         if self.seed is not None and not is_integer:
             raise ConfigError(f"seed must be an integer or None; got {self.seed!r}.")
+        resolve_policy(self.sparse)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DSparkConfig:

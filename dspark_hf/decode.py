@@ -14,13 +14,14 @@ import torch
 
 from dspark_hf.drafting.checks import checked_proposal
 from dspark_hf.errors import CheckpointError
+from dspark_hf.tracing import RoundTrace
 from dspark_hf.values import DraftRequest, Feed, Proposal
 from dspark_hf.verification.acceptance import Decision
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 from dspark_hf.verification.ties import margin_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.rows import Row
@@ -57,6 +58,7 @@ class Decoder:
         vocab_size: Token ids the target knows.
         recheck: Decides near-ties of greedy rows by a one-token forward; None never looks again.
         prefill_tokens: Most prompt tokens fed at once; None for all.
+        trace: Told of every row's every round; None records nothing.
     """
 
     target: Target
@@ -65,6 +67,7 @@ class Decoder:
     vocab_size: int
     recheck: Recheck | None = None
     prefill_tokens: int | None = None
+    trace: Callable[[RoundTrace], None] | None = None
 
     def start(self, rows: Sequence[Row]) -> None:
         """Feed the rows' prompts and commit each row's first token."""
@@ -118,6 +121,7 @@ class Decoder:
             )
             accepted, cut = self._accept(row, kept, row_logits.to(row.device))
             row.record.count_round(len(proposal.ids), length, accepted, cut=cut)
+            self._note(row, proposal, length, cut=cut)
             self.target.rollback(row.row_id, len(row.ids) - 1)
             outcomes.append(
                 RowOutcome(row.row_id, kept.signal, length, accepted, kept.confidence, is_cut=cut)
@@ -164,6 +168,10 @@ class Decoder:
         if longest and all(rows[i].record.drafted for i in places):
             self.schedule.observe_draft(longest, perf_counter() - begin)
         return proposals
+
+    def _note(self, row: Row, proposal: Proposal, length: int, *, cut: bool) -> None:
+        if self.trace is not None:
+            self.trace(RoundTrace.of(row, proposal, self.drafter, verified=length, cut=cut))
 
     def _verify(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         logits = self.target.forward(feeds)

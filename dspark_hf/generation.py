@@ -111,6 +111,7 @@ def make_rows(model: PreTrainedModel, call: Call, config: DSparkConfig) -> list[
                 greedy=not generation.do_sample,
                 device=call.input_ids.device,
                 limit=limit if is_hard else None,
+                place=i,
                 on_token=_streaming(call.streamer),
                 scores=[] if wants and generation.output_scores else None,
                 logits=[] if wants and generation.output_logits else None,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dspark_hf import compat
+from dspark_hf.attention.crossover import measure_crossover
+from dspark_hf.attention.policy import SparsePolicy, resolve_policy
+from dspark_hf.attention.sparse import SparseReading, SparseStats
+from dspark_hf.config import DSparkConfig
 from dspark_hf.decode import Decoder, Recheck
 from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.drafting.block.taps import FeatureTaps
@@ -22,13 +27,14 @@ from dspark_hf.verification.schedules.build import build_schedule
 from dspark_hf.verification.schedules.fixed import FixedSchedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedModel
 
-    from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.drafting.lookup import LookupDrafter
+    from dspark_hf.evaluation.calibrate import Calibration
+    from dspark_hf.tracing import RoundTrace
     from dspark_hf.verification.schedules.base import Schedule
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,7 @@ class DSparkHandle:
         lock: Held while a call is decoded: calls of one model from several threads take turns.
         lookups: Lookup drafters of calls with `prompt_lookup_num_tokens=`, by longest match.
         assistants: Drafters made of models that callers passed as `assistant_model=`, by id.
+        sparse_stats: What calls with `DSparkConfig.sparse` read, over the model's life.
     """
 
     model: PreTrainedModel
@@ -63,12 +70,17 @@ class DSparkHandle:
     lookups: dict[int, LookupDrafter] = field(default_factory=dict, repr=False)
     assistants: dict[int, Drafter] = field(default_factory=dict, repr=False)
     _warned: set[str] = field(default_factory=set)
+    _traces: list[list[RoundTrace]] = field(default_factory=list, repr=False)
     _profiled: Any = None
+    sparse_stats: SparseStats = field(default_factory=SparseStats)
+    _sparse: SparseReading | None = None
+    _crossovers: dict[Any, int] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the lock and what was measured: another process measures for itself."""
         state = dict(vars(self))
         state.update(lock=None, costs=StepCosts(), _schedules={}, assistants={}, _profiled=None)
+        state.update(_traces=[], _sparse=None, _crossovers={})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,6 +133,10 @@ class DSparkHandle:
         is_half = self.model.dtype not in (torch.float32, torch.float64)
         recheck = config.exactness == "recheck" and is_half
         target = self.target_choice().build(self.model, size, like_plain=recheck)
+        self._note_block_size(drafter, config)
+        reading = self._reading(config)
+        if reading is not None:
+            target.read_all_sparsely(reading)
         if isinstance(drafter, FeatureDrafter):
             target.listen(FeatureTaps(self.model, drafter.target_layers), drafter.take)
         return Decoder(
@@ -130,7 +146,18 @@ class DSparkHandle:
             vocab_size=int(compat.text_config(self.model).vocab_size),
             recheck=Recheck(self.model.dtype, config.recheck_margin) if recheck else None,
             prefill_tokens=prefill_tokens,
+            trace=self._record if self._traces else None,
         )
+
+    def _note_block_size(self, drafter: Drafter | None, config: DSparkConfig) -> None:
+        """Say once that more was asked for than a drafter ever drafts."""
+        most, block_size = config.max_draft_tokens, getattr(drafter, "block_size", None)
+        is_chosen = most != DSparkConfig.max_draft_tokens
+        if drafter is not None and block_size is not None and is_chosen and most > block_size:
+            self.warn_once(
+                f"max_draft_tokens is {most}, but drafter {drafter.name!r} drafts blocks of "
+                f"{block_size}: at most {block_size} tokens are drafted."
+            )
 
     def _schedule(self, drafter: Drafter | None, config: DSparkConfig) -> Schedule:
         if config.schedule == "fixed" or drafter is None:
@@ -157,6 +184,124 @@ class DSparkHandle:
     def _use(self, profile: ThroughputProfile) -> None:
         folder = profile_folder()
         self.costs.seed(profile.entries, lambda: mark_stale(folder, profile.key))
+
+    @contextmanager
+    def trace(self) -> Iterator[list[RoundTrace]]:
+        """Record every round of the calls inside: what was drafted and what became of it.
+
+        Traces may be nested; each gets every round. Calls of the same model from other threads are
+        recorded as well, told apart by `row_id`.
+
+        Yields:
+            list[RoundTrace]: Filled while the model generates; per call in the order of rounds, and
+            within a round of rows. A call that the model's own loop runs adds nothing.
+        """
+        rounds: list[RoundTrace] = []
+        with self.lock:
+            self._traces = [*self._traces, rounds]
+        try:
+            yield rounds
+        finally:
+            with self.lock:
+                self._traces = [trace for trace in self._traces if trace is not rounds]
+
+    def _record(self, trace: RoundTrace) -> None:
+        for rounds in self._traces:
+            rounds.append(trace)
+
+    def calibrate(
+        self,
+        prompts: Sequence[Any],
+        tokenizer: Any,
+        *,
+        max_new_tokens: int = 128,
+        temperatures: Sequence[float] = (0.0, 1.0),
+    ) -> Calibration:
+        """Fit the drafter's confidences to what this model accepts, and use them from now on.
+
+        Args:
+            prompts: At least two, texts or `data.Prompt`s, not among those it was trained on.
+            tokenizer: The model's.
+            max_new_tokens: Tokens decoded per prompt and temperature at most.
+            temperatures: What the texts are decoded at: 0 for greedy, others for sampling.
+
+        Returns:
+            Calibration: What was fitted, measured on prompts that were not fitted on; its
+            `to_dict()` is what a drafter's folder keeps as calibration.json.
+
+        Raises:
+            ConfigError: If the drafter has no confidences to calibrate, or prompts are too few.
+        """
+        # Built on the public surface, above this layer; only what calls it needs it.
+        from dspark_hf.evaluation.calibrate import calibrate_drafter, calibrated_drafter
+
+        with self.lock:
+            calibration = calibrate_drafter(
+                self.model,
+                tokenizer,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                temperatures=temperatures,
+            )
+            calibrated_drafter(self.model).temperatures = calibration.temperatures
+            # What schedules have learned of the old confidences says nothing of the new ones.
+            self._schedules.clear()
+        return calibration
+
+    @contextmanager
+    def sparse_attention(self, policy: SparsePolicy | str) -> Iterator[SparseStats]:
+        """Read long contexts by a policy in the calls inside. Quicker, and not lossless.
+
+        Prompts are read densely, as are contexts shorter than the policy's `min_context`.
+
+        Args:
+            policy: A `SparsePolicy`, "quality" or "fast".
+
+        Yields:
+            SparseStats: What the calls inside read.
+
+        Raises:
+            ConfigError: If the policy is none of these.
+            NotImplementedError: If the model does not run on the flat target: its attention cannot
+                be changed.
+        """
+        chosen = resolve_policy(policy)
+        stats = SparseStats()
+        with self.lock:
+            before, self._sparse = self._sparse, self._new_reading(chosen, stats)
+        try:
+            yield stats
+        finally:
+            with self.lock:
+                self._sparse = before
+
+    def _reading(self, config: DSparkConfig) -> SparseReading | None:
+        """Return how a call reads long contexts: by the surrounding context, else by its config."""
+        if self._sparse is not None or config.sparse is None:
+            return self._sparse
+        return self._new_reading(resolve_policy(config.sparse), self.sparse_stats)
+
+    def _new_reading(self, policy: SparsePolicy | None, stats: SparseStats) -> SparseReading | None:
+        if policy is None:
+            return None
+        choice = self.target_choice()
+        if choice.path != "flat" or choice.gathers:
+            raise NotImplementedError(
+                f"sparse attention needs a model that runs on the flat target; "
+                f"{type(self.model).__name__} does not: {choice.reason or 'it caches a compressed form'}. "
+                "Decode it densely."
+            )
+        if policy.min_context is not None:
+            return SparseReading(policy, stats, policy.min_context)
+        key = (policy, self.model.dtype, compat.input_device(self.model), torch.get_num_threads())
+        if key not in self._crossovers:
+            self._crossovers[key] = measure_crossover(
+                policy,
+                **compat.attention_shape(self.model),
+                dtype=self.model.dtype,
+                device=compat.input_device(self.model),
+            )
+        return SparseReading(policy, stats, self._crossovers[key])
 
     def warn_once(self, message: str) -> None:
         """Log a line the first time it is said about this model.

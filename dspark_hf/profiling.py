@@ -50,7 +50,7 @@ def profile_key(model: PreTrainedModel, choice: Choice) -> dict[str, str]:
         "torch": torch.__version__,
         "class": type(model).__name__,
         "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-        "dtype": str(model.dtype),
+        "dtype": f"{model.dtype}{' under autocast' if compat.is_autocast(model) else ''}",
         "attention": compat.attention_name(model),
         "target": str(choice.path),
     }

@@ -34,6 +34,7 @@ class Row:
         greedy: Whether tokens are the best ones rather than drawn.
         device: Where processors and criteria want the prefix.
         limit: Positions the model has; None without a limit.
+        place: Place in the batch of its call.
         on_token: Called with every committed token, for streaming.
         scores: Processed scores of every emitted token, or None when not wanted.
         logits: Raw logits of every emitted token, or None when not wanted.
@@ -52,6 +53,7 @@ class Row:
     greedy: bool
     device: torch.device
     limit: int | None = None
+    place: int = 0
     on_token: Callable[[int], None] | None = None
     scores: list[torch.Tensor] | None = None
     logits: list[torch.Tensor] | None = None

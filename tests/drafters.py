@@ -7,7 +7,7 @@ a proposal cannot depend on the row's neighbours. Each remembers the rows it was
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -150,6 +150,25 @@ class RaggedDrafter(PureDrafter):
         proposal = self.inner.propose([request])[0]
         probs = None if proposal.probs is None else proposal.probs[:keep]
         return Proposal(proposal.ids[:keep], probs, proposal.signal)
+
+
+@dataclass(frozen=True)
+class StatingDrafter(PureDrafter):
+    """States confidences with another drafter's proposals: arbitrary, of tokens before each."""
+
+    inner: Drafter
+    seed: int = 0
+    levels: Sequence[float] = (0.0, 0.4, 0.7, 0.95, 0.95, 1.0)
+
+    def propose_row(self, request: DraftRequest) -> Proposal:
+        """Name a level for each token by the text before it."""
+        proposal, ids = self.inner.propose([request])[0], list(request.ids)
+        told = []
+        for token in proposal.ids:
+            stream = _stream(self.seed, ids)
+            told.append(self.levels[int(torch.randint(len(self.levels), (), generator=stream))])
+            ids.append(token)
+        return replace(proposal, confidence=told)
 
 
 def _stream(seed: int, ids: Sequence[int]) -> torch.Generator:

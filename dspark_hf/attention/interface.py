@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dspark_hf import compat
+from dspark_hf.attention.sparse import attend_pages
 from dspark_hf.errors import ExpandsCacheError, UnsupportedByFlatError
 from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
 from dspark_kernels.ragged_attention.op import packed_attention
@@ -26,7 +27,9 @@ from dspark_kernels.ragged_attention.op import packed_attention
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dspark_hf.attention.sparse import SparseRow
     from dspark_hf.targets.cache import DSparkCache, DSparkLayer
+    from dspark_hf.targets.step import Segment
 
 NAME = "dspark"
 MAX_CHUNK = 1024
@@ -136,6 +139,8 @@ def dspark_attention(
         elif group.is_prompt:
             span = slice(start, start + last.count)
             outs.append(_attend_prompt(part, key[:, :, span], value[:, :, span], group, form))
+        elif form.can_skip_pages and _reads_pages(group.segments[0], cache.current_layer):
+            outs.append(_attend_selected(part, layer, group.segments[0], cache, form))
         else:
             outs.append(_attend_rows(part, *layer.view(group), group, form))
     # Models may view the result, as that of Transformers' own functions.
@@ -152,6 +157,11 @@ class _Form:
     sinks: torch.Tensor | None
     like_plain: bool
 
+    @property
+    def can_skip_pages(self) -> bool:
+        """Whether pages may be left unread: only where attention reaches everything as it is."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
     def is_unpacked(self, num_rows: int, query: torch.Tensor) -> bool:
         """Tell whether a group is attended without packing heads, as Transformers does it.
 
@@ -162,6 +172,32 @@ class _Form:
         is_single = num_rows == 1 and query.shape[2] == 1
         apart = self.like_plain or query.dtype == torch.float32
         return query.shape[2] > MAX_PACKED_QUERIES or (apart and is_single)
+
+
+def _reads_pages(segment: Segment, layer: int) -> bool:
+    return segment.sparse is not None and layer not in segment.sparse.policy.dense_layers
+
+
+def _attend_selected(
+    query: torch.Tensor,  # [1, Hq, T, D]
+    layer: DSparkLayer,
+    segment: Segment,
+    cache: DSparkCache,
+    form: _Form,
+) -> torch.Tensor:  # [1, T, Hq, Dv]
+    """Attend from one row's newest tokens to the pages its policy selects."""
+    out = attend_pages(
+        query[0],
+        layer.keys,
+        layer.values,
+        layer.summaries,
+        cast("SparseRow", segment.sparse),
+        slot=segment.slot,
+        past=segment.past,
+        layer=cache.current_layer,
+        scale=form.scale,
+    )
+    return out[None]
 
 
 def _attend_rows(

@@ -40,7 +40,7 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def generate(self, inputs: Mapping[str, torch.Tensor], **kwargs: Any) -> Any:
-        """Decode greedily.
+        """Decode, greedily unless the options say otherwise.
 
         Args:
             inputs: `input_ids` and `attention_mask`, both int64 of shape (B, length).
@@ -49,7 +49,7 @@ class Contender:
         Returns:
             Any: What generate() returns.
         """
-        return self.model.generate(**inputs, do_sample=False, **self.options, **kwargs)
+        return self.model.generate(**inputs, **{"do_sample": False, **self.options, **kwargs})
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -97,14 +97,27 @@ def batch_item(
         if len(group) < per_group:
             group.append(item.inputs["input_ids"][0])
     rows = [row for group in taken.values() for row in group]
+    name = f"batch of {len(rows)}"
+    return Item(name, name, stacked(rows, pad_id), max_new_tokens)
+
+
+def stacked(rows: Sequence[torch.Tensor], pad_id: int) -> dict[str, torch.Tensor]:
+    """Join prompts to one left-padded batch.
+
+    Args:
+        rows: Ids of each, int64 of shape (length,).
+        pad_id: The padding id.
+
+    Returns:
+        dict[str, torch.Tensor]: `input_ids` and `attention_mask` of shape (B, longest).
+    """
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), pad_id)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         ids[index, longest - len(row) :] = row
         mask[index, longest - len(row) :] = 1
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    return Item(f"batch of {len(rows)}", f"batch of {len(rows)}", inputs, max_new_tokens)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def context_items(

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dspark_hf.benchmarks import environment, results
-from dspark_hf.benchmarks.sections import Bench, run_section
+from dspark_hf.benchmarks.bench import Bench
+from dspark_hf.benchmarks.sections import run_section
 from dspark_hf.benchmarks.timing import Clock
 from dspark_hf.demo_model import HUB_ID, prepare_smollm2
 from dspark_hf.errors import CheckpointError

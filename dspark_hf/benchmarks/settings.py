@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from dspark_hf.errors import ConfigError
 
-SECTIONS = ("prompts", "context", "batch", "recheck")
+DEFAULT_SECTIONS = ("prompts", "context", "batch", "recheck")
+SECTIONS = (*DEFAULT_SECTIONS, "scheduling", "drafter", "never-slower")
+NEED_DRAFTER = frozenset({"scheduling", "drafter"})
+"""Sections about one drafter; they and "never-slower" run only where they are named."""
+ROWS = (1, 2, 4, 8, 16)
 DTYPES = ("bfloat16", "float32")
 CONTEXTS = (256, 8192)
 HALF_ONLY = frozenset({"recheck"})
@@ -18,7 +22,7 @@ class BenchSettings:
     """Settings of one run, checked at construction.
 
     Attributes:
-        sections: What to measure; None for all that the dtype allows.
+        sections: What to measure; None for all of `DEFAULT_SECTIONS` that the dtype allows.
         dtype: "bfloat16" or "float32".
         model: Path or hub id of the target; None prepares SmolLM2-135M-Instruct.
         drafter: Path or hub id of a drafter to measure as well.
@@ -27,6 +31,7 @@ class BenchSettings:
         limit: Prompts per group at most; None for all.
         threads: Threads torch may use; None leaves its choice.
         contexts: Prompt lengths of the section "context", in tokens.
+        rows: Batch sizes of the section "scheduling".
     """
 
     sections: tuple[str, ...] | None = None
@@ -38,6 +43,7 @@ class BenchSettings:
     limit: int | None = None
     threads: int | None = None
     contexts: tuple[int, ...] = CONTEXTS
+    rows: tuple[int, ...] = ROWS
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the option."""
@@ -51,6 +57,11 @@ class BenchSettings:
                     f"section {section!r} must run in bfloat16; got dtype 'float32', in which "
                     "nothing is rechecked. Drop the section or change the dtype."
                 )
+            if section in NEED_DRAFTER and self.drafter is None:
+                raise ConfigError(
+                    f"section {section!r} measures a drafter; got none. Name one with --drafter, "
+                    "such as auto for the one that ships for this target."
+                )
         for name in ("repeats", "max_new_tokens", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -59,6 +70,10 @@ class BenchSettings:
             raise ConfigError(
                 f"contexts must be one or more lengths of at least 1; got {list(self.contexts)}."
             )
+        if not self.rows or min(self.rows) < 1:
+            raise ConfigError(
+                f"rows must be one or more batch sizes of at least 1; got {list(self.rows)}."
+            )
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -66,4 +81,4 @@ class BenchSettings:
         if self.sections is not None:
             return tuple(section for section in SECTIONS if section in self.sections)
         is_half = self.dtype != "float32"
-        return tuple(section for section in SECTIONS if is_half or section not in HALF_ONLY)
+        return tuple(name for name in DEFAULT_SECTIONS if is_half or name not in HALF_ONLY)

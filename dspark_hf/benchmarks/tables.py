@@ -1,53 +1,31 @@
-"""Markdown tables of result files, and documents that show them between markers."""
+"""Tables of the benchmark's result files."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.benchmarks.contenders import PLAIN
+from dspark_hf.benchmarks.drafter_tables import (
+    accepted_text,
+    drafter_row,
+    number,
+    percentiles,
+    pooled_rows,
+    same_text,
+    scheduling_row,
+    split_table,
+    times,
+)
+from dspark_hf.benchmarks.markers import Table
 from dspark_hf.benchmarks.settings import DTYPES, SECTIONS
 from dspark_hf.benchmarks.stats import ALL
-from dspark_hf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-MARKER = re.compile(
-    r"(?P<open><!-- bench:(?P<name>[\w-]+) -->\n?)(?P<body>.*?)(?P<close><!-- /bench -->)",
-    re.DOTALL,
-)
-OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 HEADLINE = "headline"
 """Marker of the sentence."""
 OVERVIEW = "overview"
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of text, before it becomes markdown or a terminal's.
-
-    Attributes:
-        title: What it shows.
-        header: Column titles.
-        rows: Cells.
-        note: Conditions of the measurement; belongs below the table.
-    """
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-    def markdown(self) -> str:
-        """Return the table in markdown, numbers to the right, the note below."""
-        if not self.header:
-            return f"{self.note}\n"
-        num_left = 2 if len(self.header) > 1 else 1
-        rule = ["---" if i < num_left else "---:" for i in range(len(self.header))]
-        lines = [_line(self.header), _line(rule), *(_line(row) for row in self.rows)]
-        return "\n".join([*lines, *(["", self.note] if self.note else [])]) + "\n"
 
 
 def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
@@ -58,7 +36,8 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
 
     Returns:
         dict[str, list[Table]]: "prompts-bfloat16" and so on for each entry, "prompts" and so on
-        for a section in every dtype, "overview", and the sentence "headline".
+        for a section in every dtype, "split" beside "scheduling", "overview", and the sentence
+        "headline".
     """
     runs = results["runs"]
     tables: dict[str, list[Table]] = {}
@@ -68,6 +47,10 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
                 table = run_table(runs[key], results)
                 tables[key] = [table]
                 tables.setdefault(section, []).append(table)
+                if runs[key]["extra"].get("splits"):
+                    split = split_table(runs[key], _note(runs[key], results))
+                    tables[f"split-{dtype}"] = [split]
+                    tables.setdefault("split", []).append(split)
     overview = overview_table(results)
     if overview.rows:
         tables[OVERVIEW] = [overview]
@@ -92,7 +75,7 @@ def headline(results: Mapping[str, Any]) -> str | None:
 
     def ratio(part: Mapping[str, Any], group: str) -> str | None:
         found = [
-            _times(summary["ratio"])
+            times(summary["ratio"])
             for summary in part["summary"]
             if summary["group"] == group and summary["contender"] == "dspark-lookup"
         ]
@@ -118,8 +101,15 @@ def run_table(run: Mapping[str, Any], results: Mapping[str, Any]) -> Table:
     Returns:
         Table: A row per group and contender.
     """
-    columns = {"context": _context_row, "recheck": _recheck_row}.get(run["section"], _row)
+    columns = {
+        "context": _context_row,
+        "recheck": _recheck_row,
+        "scheduling": scheduling_row,
+        "drafter": drafter_row,
+    }.get(run["section"], _row)
     cells = [columns(summary) for summary in run["summary"]]
+    if run["section"] == "never-slower":
+        cells = pooled_rows(run)
     rows = [list(row.values()) for row in cells]
     title = f"{run['section']}, {run['dtype']}"
     return Table(title, list(cells[0]) if cells else [], rows, _note(run, results))
@@ -147,9 +137,9 @@ def overview_table(results: Mapping[str, Any]) -> Table:
         notes.append(_note(run, results))
         rows.extend(
             [
-                summary["contender"], run["dtype"], str(batch), _accepted(summary),
-                _number(summary["tokens_per_s"]["p50"], 1),
-                _times(summary["ratio"]), _range(summary["ratio"], 2), _same(summary),
+                summary["contender"], run["dtype"], str(batch), accepted_text(summary),
+                number(summary["tokens_per_s"]["p50"], 1),
+                times(summary["ratio"]), percentiles(summary["ratio"], 2), same_text(summary),
             ]
             for summary in run["summary"]
             if summary["group"] == group
@@ -161,73 +151,17 @@ def overview_table(results: Mapping[str, Any]) -> Table:
     return Table("overview", header, rows, "<br>\n".join(dict.fromkeys(notes)))
 
 
-def update_markers(text: str, tables: Mapping[str, Sequence[Table]]) -> tuple[str, list[str]]:
-    """Replace what a document shows between markers.
-
-    Args:
-        text: A document with `<!-- bench:NAME -->` and `<!-- /bench -->` around each place.
-        tables: From `all_tables`.
-
-    Returns:
-        tuple[str, list[str]]: The document, and the names of the places filled.
-
-    Raises:
-        ConfigError: If there is no place, one is not closed, or its name is not known.
-    """
-    opened, found = OPENING.findall(text), [match["name"] for match in MARKER.finditer(text)]
-    if not opened:
-        raise ConfigError(
-            "the document must hold `<!-- bench:NAME -->` and `<!-- /bench -->`; got neither. Add "
-            f"them where a table belongs; names are {sorted(tables)}."
-        )
-    if opened != found:
-        raise ConfigError(
-            f"every `<!-- bench:NAME -->` must be closed by `<!-- /bench -->`; got {opened} opened "
-            f"and {found} closed."
-        )
-    for name in found:
-        if name not in tables:
-            raise ConfigError(
-                f"a marker must name a table of the result file, one of {sorted(tables)}; got "
-                f"{name!r}. Correct the marker, or measure that section first."
-            )
-
-    def filled(match: re.Match[str]) -> str:
-        return (
-            f"<!-- bench:{match['name']} -->\n{as_markdown(tables[match['name']])}{match['close']}"
-        )
-
-    return MARKER.sub(filled, text), found
-
-
-def as_markdown(tables: Sequence[Table], *, titles: bool | None = None) -> str:
-    """Return tables below each other.
-
-    Args:
-        tables: In order.
-        titles: Whether each gets its title; None if there are several.
-
-    Returns:
-        str: Markdown, ending in a line break.
-    """
-    wants = len(tables) > 1 if titles is None else titles
-    return "\n".join(
-        f"**{table.title}**\n\n{table.markdown()}" if wants else table.markdown()
-        for table in tables
-    )
-
-
 def _row(summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         "prompts": summary["group"],
         "generate()": summary["contender"],
-        "tokens/s": _number(summary["tokens_per_s"]["p50"], 1),
-        "tokens/s 20-80 %": _range(summary["tokens_per_s"], 1),
-        "speed": _times(summary["ratio"]),
-        "speed 20-80 %": _range(summary["ratio"], 2),
-        "per CPU second": _times(summary["cpu_ratio"]),
-        "accepted length": _accepted(summary),
-        "same text": _same(summary),
+        "tokens/s": number(summary["tokens_per_s"]["p50"], 1),
+        "tokens/s 20-80 %": percentiles(summary["tokens_per_s"], 1),
+        "speed": times(summary["ratio"]),
+        "speed 20-80 %": percentiles(summary["ratio"], 2),
+        "per CPU second": times(summary["cpu_ratio"]),
+        "accepted length": accepted_text(summary),
+        "same text": same_text(summary),
     }
 
 
@@ -238,14 +172,14 @@ def _context_row(summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         "prompt": summary["group"],
         "generate()": summary["contender"],
-        "ms/token": _number(per_token["p50"], 1),
-        "ms/token 20-80 %": _range(per_token, 1),
-        "ms/token by subtraction": _number(1000 * details["subtracted_s"]["p50"] / decoded, 1),
-        "speed": _times(summary["ratio"]),
-        "speed 20-80 %": _range(summary["ratio"], 2),
-        "per CPU second": _times(summary["cpu_ratio"]),
-        "first token, s": _number(details["first_token_s"]["p50"], 2),
-        "same text": _same(summary),
+        "ms/token": number(per_token["p50"], 1),
+        "ms/token 20-80 %": percentiles(per_token, 1),
+        "ms/token by subtraction": number(1000 * details["subtracted_s"]["p50"] / decoded, 1),
+        "speed": times(summary["ratio"]),
+        "speed 20-80 %": percentiles(summary["ratio"], 2),
+        "per CPU second": times(summary["cpu_ratio"]),
+        "first token, s": number(details["first_token_s"]["p50"], 2),
+        "same text": same_text(summary),
     }
 
 
@@ -258,11 +192,11 @@ def _recheck_row(summary: Mapping[str, Any]) -> dict[str, str]:
         "forks": str(summary["texts_that_differ"]),
         "of these near-ties": str(summary["near_ties"]),
         "margin below 0.1": str(summary["margins_below_0_1"]),
-        "largest margin": "-" if margin is None else _number(margin, 3),
+        "largest margin": "-" if margin is None else number(margin, 3),
         "rechecks": str(summary.get("rechecks", "-")),
         "choices changed": str(summary.get("flips", "-")),
-        "speed": _times(summary["ratio"]),
-        "speed 20-80 %": _range(summary["ratio"], 2),
+        "speed": times(summary["ratio"]),
+        "speed 20-80 %": percentiles(summary["ratio"], 2),
     }
 
 
@@ -279,42 +213,9 @@ def _note(run: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     ]
     parts += [f"{name} cannot run here" for name in run["excluded"]]
     if (cost := run["extra"].get("recheck_over_plain_verify")) is not None:
-        parts.append(f"recheck runs at {_times(cost)} of the speed without it ({_range(cost, 2)})")
+        parts.append(
+            f"recheck runs at {times(cost)} of the speed without it ({percentiles(cost, 2)})"
+        )
     for name, count in run["extra"].get("unlike_undrafted", {}).items():
         parts.append(f"{count} texts of {name} are unlike dspark-none's")
     return f"{run['section']}: " + "; ".join(parts) + "."
-
-
-def _same(summary: Mapping[str, Any]) -> str:
-    texts, margin = summary["texts"], summary["largest_margin"]
-    parts = [f"{texts - summary['texts_that_differ']}/{texts}"]
-    if summary["near_ties"]:
-        parts.append(f"{summary['near_ties']} near-ties")
-    if summary["other_differences"]:
-        parts.append(f"{summary['other_differences']} others")
-    if margin is not None:
-        parts.append(f"margin to {margin:.3g}")
-    if summary.get("fallback_calls"):
-        parts.append(f"{summary['fallback_calls']} calls in the model's own loop")
-    return ", ".join(parts)
-
-
-def _accepted(summary: Mapping[str, Any]) -> str:
-    length = summary.get("accepted_length")
-    return "-" if length is None else _number(length, 2)
-
-
-def _times(values: Mapping[str, float] | None) -> str:
-    return "1" if values is None else f"{values['p50']:.2f}x"
-
-
-def _range(values: Mapping[str, float] | None, digits: int) -> str:
-    return "-" if values is None else f"{values['p20']:.{digits}f}-{values['p80']:.{digits}f}"
-
-
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -16,6 +16,7 @@ from dspark_hf.cli.demo import demo
 from dspark_hf.cli.doctor import doctor
 from dspark_hf.cli.eval import eval_app
 from dspark_hf.cli.generate import generate
+from dspark_hf.cli.train import train_app
 from dspark_hf.cli.verify import verify
 from dspark_hf.errors import DSparkError
 
@@ -51,6 +52,7 @@ app.command()(verify)
 app.command()(convert)
 app.command()(calibrate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
 app.add_typer(eval_app, name="eval")
 
 

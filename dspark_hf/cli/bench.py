@@ -22,7 +22,10 @@ bench_app = typer.Typer(
 def generate(
     section: Annotated[
         list[str] | None,
-        typer.Option(help="prompts, context, batch or recheck; may be repeated. Default: all."),
+        typer.Option(
+            help="prompts, context, batch, recheck (these by default), scheduling, drafter or "
+            "never-slower; may be repeated."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     model: Annotated[
@@ -41,6 +44,10 @@ def generate(
         list[int] | None,
         typer.Option(help="Prompt length for the section context; may be repeated."),
     ] = None,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(help="Batch size for the section scheduling; may be repeated."),
+    ] = None,
     output: Annotated[
         Path, typer.Option(help="Result file; other entries are kept.")
     ] = DEFAULT_PATH,
@@ -51,7 +58,7 @@ def generate(
     from dspark_hf.benchmarks.environment import command_line
     from dspark_hf.benchmarks.results import run_key
     from dspark_hf.benchmarks.run import run_benchmark
-    from dspark_hf.benchmarks.settings import CONTEXTS, BenchSettings
+    from dspark_hf.benchmarks.settings import CONTEXTS, ROWS, BenchSettings
     from dspark_hf.benchmarks.tables import run_table
 
     transformers_logging.disable_progress_bar()
@@ -66,6 +73,7 @@ def generate(
         limit=limit,
         threads=threads,
         contexts=tuple(context) if context else CONTEXTS,
+        rows=tuple(rows) if rows else ROWS,
     )
     with _progress(console) as progress:
         results = run_benchmark(
@@ -109,6 +117,23 @@ def table(
         # A section's name collects what its dtypes show already.
         if name not in SECTIONS:
             typer.echo(f"## {name}\n\n{as_markdown(parts)}")
+
+
+@bench_app.command()
+def plot(
+    results: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Result file of `bench generate`.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the PNG files.")],
+) -> None:
+    """Draw speed and verified tokens over batch sizes, of the section scheduling."""
+    from dspark_hf.benchmarks.plots import draw_scheduling
+    from dspark_hf.benchmarks.results import load_results
+    from dspark_hf.evaluation.plots import require_matplotlib
+
+    require_matplotlib()
+    for path in draw_scheduling(load_results(results), out):
+        Console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
 class _Bar:

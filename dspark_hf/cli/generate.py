@@ -55,7 +55,7 @@ def generate(
         session.generate_plain(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
         session.generate(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
     kwargs["max_new_tokens"] = max_new_tokens
-    with nullcontext() if trace is None else wrapped.dspark.trace() as rounds:
+    with nullcontext([]) if trace is None else wrapped.dspark.trace() as rounds:
         run = session.generate(wrapped, batch, **kwargs)
     for number, (ids, record) in enumerate(zip(run.ids, run.records, strict=True), start=1):
         if len(run.ids) > 1:

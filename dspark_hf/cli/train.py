@@ -127,6 +127,12 @@ def train(
     calibration_tokens: Annotated[
         int | None, _option("Per prompt and temperature. Default: 128.", RESULT)
     ] = None,
+    base_model: Annotated[
+        str | None, _option("Hub id of the target, for the card. Default: its name.", RESULT)
+    ] = None,
+    license: Annotated[  # noqa: A002 - the name of the field in a card
+        str | None, _option("For the card. Default: the target's.", RESULT)
+    ] = None,
 ) -> None:
     """Train a block drafter for a target, or continue a run that was stopped.
 

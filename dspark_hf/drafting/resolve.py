@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from dspark_hf import compat
 from dspark_hf.drafting.base import Drafter
 from dspark_hf.drafting.block.build import build_block_drafter
+from dspark_hf.drafting.block.drafter import BlockDrafter
 from dspark_hf.drafting.checkpoints.detect import detect_kind
 from dspark_hf.drafting.checkpoints.load import load_checkpoint, read_config
-from dspark_hf.drafting.choice import choose_between
+from dspark_hf.drafting.choice import DrafterChoice, choose_between
 from dspark_hf.drafting.lookup import LookupDrafter
-from dspark_hf.drafting.small_model import ModelDrafter, check_tokenizers
 from dspark_hf.drafting.shipped import find_shipped
+from dspark_hf.drafting.small_model import ModelDrafter, check_tokenizers
 from dspark_hf.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,23 @@ def resolve_drafter(
         ]
         return members[0] if len(members) == 1 else choose_between(members)
     if not isinstance(drafter, type) and isinstance(drafter, Drafter):
+        _check_made_for(drafter, target)
         return drafter
     raise ConfigError(
         f"drafter must be None, one of {list(NAMES)}, a path or hub id, a PreTrainedModel, an "
         f"object with name, propose() and free(), or a list of these; got {drafter!r}."
     )
+
+
+def _check_made_for(drafter: Drafter, target: PreTrainedModel) -> None:
+    """Refuse a block drafter that borrows from another model."""
+    members = drafter.members if isinstance(drafter, DrafterChoice) else [drafter]
+    for member in members:
+        if isinstance(member, BlockDrafter) and member.target is not target:
+            raise ConfigError(
+                f"block drafter {member.name!r} must be made for the model it drafts for; got one "
+                "made for another model object. Pass its path, or build another for this model."
+            )
 
 
 def _automatic(target: PreTrainedModel) -> Drafter:

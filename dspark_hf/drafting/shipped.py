@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_hf import compat
+from dspark_hf.drafting.block.vocabulary import loaded_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +31,7 @@ its other trainings with the same beginnings do too, and unrelated models do not
 def target_signature(target: PreTrainedModel) -> dict[str, Any]:
     """Return what a target looks like, to be stored beside its drafter."""
     config = compat.text_config(target)
-    weight = target.get_input_embeddings().weight
+    weight = loaded_weight(target.get_input_embeddings())
     rows = [int(i) for i in torch.linspace(0, weight.shape[0] - 1, SAMPLE_ROWS)]
     sample = weight.detach()[rows, :SAMPLE_WIDTH].float().cpu()
     return {
@@ -57,9 +58,8 @@ def shipped_folders() -> Sequence[Path]:
     """Return the folders of all drafters that ship: in a checkout, then where pip installs data."""
     checkout = Path(__file__).resolve().parents[2] / "model_cards"
     installed = Path(sysconfig.get_path("data")) / "share" / "dspark_hf" / "model_cards"
-    return [
-        path.parent for root in (checkout, installed) for path in sorted(root.glob(f"*/{TARGET_FILE}"))
-    ]
+    roots = (checkout, installed)
+    return [path.parent for root in roots for path in sorted(root.glob(f"*/{TARGET_FILE}"))]
 
 
 def find_shipped(target: PreTrainedModel) -> Path | None:

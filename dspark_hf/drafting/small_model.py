@@ -146,13 +146,18 @@ class ModelDrafter:
         if warp is None:
             draft.ids.append(int(logits.argmax(dim=-1)))
             log_prob = logits[0].max() - torch.logsumexp(logits[0], dim=-1)
-            draft.confidence.append(min(float(log_prob.exp()), 1.0))
+            draft.confidence.append(_confidence(log_prob.exp()))
             return
         probs = warp(logits)[0].cpu()
-        draft.confidence.append(min(float(probs.max()), 1.0))
+        draft.confidence.append(_confidence(probs.max()))
         draft.ids.append(int(torch.multinomial(probs, 1, generator=draft.request.generator)))
         missing = self.target_vocab_size - len(probs)
         draft.probs.append(torch.nn.functional.pad(probs, (0, missing)) if missing else probs)
+
+
+def _confidence(prob: torch.Tensor) -> float:
+    """Return a probability without rounding beyond 1, and none where there is no number."""
+    return max(0.0, min(float(prob), 1.0))
 
 
 def check_tokenizers(

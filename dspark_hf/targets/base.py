@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
+    from dspark_hf.attention.sparse import SparseReading
     from dspark_hf.values import Feed
 
     TakeFeatures = Callable[[int, int, torch.Tensor], None]
@@ -65,6 +66,13 @@ class Target(Protocol):
         Args:
             taps: Which blocks' outputs.
             take: Called once per feed and forward, after it, also for tokens fed again.
+        """
+
+    def read_all_sparsely(self, reading: SparseReading) -> None:
+        """Read the rows' long contexts by a policy.
+
+        Raises:
+            NotImplementedError: If the target cannot.
         """
 
     def length(self, row_id: int) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.targets.step import Group, Segment, Step, plan_step
+
+if TYPE_CHECKING:
+    from dspark_hf.attention.sparse import SparseReading, SparseRow
 
 GROWTH = 1.5
 """Factor by which positions grow when a row outgrows them; copies stay linear in the length."""
@@ -34,6 +38,7 @@ class DSparkLayer(CacheLayerMixin):
         super().__init__()
         self.cache = cache
         self.window = window
+        self.summaries = PageSummaries()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the cache's slots and positions, like the first tokens' shapes."""
@@ -98,6 +103,7 @@ class DSparkLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
+            self.summaries.move(source, target)
 
     def get_seq_length(self) -> int:
         """Return the longest row's cached tokens."""
@@ -137,6 +143,8 @@ class DSparkCache(Cache):
         self.num_positions = _round_up(num_positions)
         self.lengths: dict[int, int] = {}
         self.slots: dict[int, int] = {}
+        self.reading: SparseReading | None = None
+        self.sparse: dict[int, SparseRow] = {}
         self.step: Step = plan_step([])
         self.current_layer = 0
         super().__init__(layers=[DSparkLayer(self, window) for window in windows])
@@ -154,12 +162,15 @@ class DSparkCache(Cache):
             if row_id not in self.slots:
                 self.slots[row_id] = len(self.slots)
                 self.lengths[row_id] = 0
+            if self.reading is not None and row_id not in self.sparse:
+                self.sparse[row_id] = self.reading.row()
         self._reserve(max(self.lengths[row_id] + count for row_id, count in counts))
         order = sorted(range(len(counts)), key=lambda i: self.slots[counts[i][0]])
         segments, start = [], 0
         for i in order:
             row_id, count = counts[i]
-            segments.append(Segment(self.slots[row_id], self.lengths[row_id], start, count))
+            slot, past = self.slots[row_id], self.lengths[row_id]
+            segments.append(Segment(slot, past, start, count, self._sparse_row(row_id, count)))
             start += count
         self.step = plan_step(segments, together=not self.gathers)
         return order
@@ -185,6 +196,9 @@ class DSparkCache(Cache):
     def rollback(self, row_id: int, length: int) -> None:
         """Set a row's length; what lies beyond is overwritten by the next tokens."""
         self.lengths[row_id] = min(self.lengths[row_id], length)
+        if row_id in self.sparse:
+            for layer in self._own_layers():
+                layer.summaries.rollback(self.slots[row_id], self.lengths[row_id])
 
     def free(self, row_id: int) -> None:
         """Release a row's slot, moving the last slot's row into it."""
@@ -192,6 +206,9 @@ class DSparkCache(Cache):
         if slot is None:
             return
         del self.lengths[row_id]
+        self.sparse.pop(row_id, None)
+        for layer in self._own_layers():
+            layer.summaries.forget(slot)
         last = len(self.slots)
         if slot != last:
             moved = next(row for row, place in self.slots.items() if place == last)
@@ -224,6 +241,17 @@ class DSparkCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - as above
         """Return 0: positions come from position_ids."""
         return 0
+
+    def _sparse_row(self, row_id: int, count: int) -> SparseRow | None:
+        """Return how a row's next tokens read its context; None for densely."""
+        row = self.sparse.get(row_id)
+        if row is None or self.lengths[row_id] + count < row.min_context:
+            return None
+        # The newest tokens must lie in pages that are always read.
+        return row if count <= (row.policy.recent_pages - 1) * PAGE else None
+
+    def _own_layers(self) -> list[DSparkLayer]:
+        return cast("list[DSparkLayer]", self.layers)
 
     def _reserve(self, positions: int) -> None:
         if positions <= self.num_positions and len(self.slots) <= self.num_slots:

@@ -5,12 +5,15 @@ Source: DSpark, arXiv:2607.05147, section 5.3.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from dspark_hf import compat
 from dspark_hf.attention import interface
+from dspark_hf.attention.pages import PAGE
+from dspark_hf.attention.policy import StepSignals
 from dspark_hf.errors import UnsupportedByFlatError
 from dspark_hf.targets.cache import DSparkCache
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
+    from dspark_hf.attention.sparse import SparseReading, SparseRow
     from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
     from dspark_hf.values import Feed
 
@@ -103,6 +107,8 @@ class FlatTarget:
         result: list[torch.Tensor] = [parts[0]] * len(feeds)
         for i, part in zip(order, parts, strict=True):
             result[i] = part
+            if self.cache.sparse:
+                self._note_signals(feeds[i], part)
         return result
 
     def _run(self, ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor:
@@ -129,12 +135,38 @@ class FlatTarget:
             logits = logits[torch.tensor(wanted, device=logits.device)]
         return logits.float()
 
+    def read_all_sparsely(self, reading: SparseReading) -> None:
+        """Read every row's context by a policy, unless `read_sparsely` says otherwise."""
+        self.cache.reading = reading
+
+    def read_sparsely(self, row_id: int, sparse: SparseRow | None) -> None:
+        """Read one row's context by a policy from now on; None reads all of it."""
+        if sparse is None:
+            self.cache.sparse.pop(row_id, None)
+        else:
+            self.cache.sparse[row_id] = sparse
+
+    def _note_signals(self, feed: Feed, logits: torch.Tensor) -> None:
+        """Remember for the row's next step what its budget may follow."""
+        sparse = self.cache.sparse.get(feed.row_id)
+        if sparse is not None:
+            entropy = None
+            if sparse.policy.budget.needs_entropy:
+                logs = torch.log_softmax(logits[-1], dim=-1)
+                entropy = float(-(logs.exp() * logs).sum())
+            sparse.signals = StepSignals(
+                entropy, token=feed.ids[-1], steps=sparse.signals.steps + (len(feed.ids) < PAGE)
+            )
+
     def length(self, row_id: int) -> int:
         """Return the tokens the row has cached."""
         return self.cache.lengths.get(row_id, 0)
 
     def rollback(self, row_id: int, length: int) -> None:
         """Lower a row's length."""
+        sparse = self.cache.sparse.get(row_id)
+        if sparse is not None and length < self.cache.lengths[row_id]:
+            sparse.signals = replace(sparse.signals, was_rejected=True)
         self.cache.rollback(row_id, length)
 
     def hold(self, row_id: int) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
+    from dspark_hf.attention.sparse import SparseReading
     from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
     from dspark_hf.values import Feed
 
@@ -63,6 +64,10 @@ class RowwiseTarget:
     def listen(self, taps: Taps, take: TakeFeatures) -> None:
         """Hand features to a drafter, as the Target protocol says."""
         self._listener = (taps, take)
+
+    def read_all_sparsely(self, reading: SparseReading) -> None:
+        """Refuse: a model's own attention reads everything."""
+        raise NotImplementedError("the rowwise target runs a model's own attention, densely.")
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""

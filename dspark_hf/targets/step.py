@@ -12,6 +12,8 @@ from dspark_kernels.ragged_attention.op import pack_mask
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dspark_hf.attention.sparse import SparseRow
+
 MAX_PADDING_RATIO = 2.0
 """Rows are attended together while the padded area is at most this many times the real one."""
 FREE_PADDING = 2048
@@ -22,12 +24,16 @@ MAX_PACKED_QUERIES = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """A row's run of new tokens: `count` of them from `start` in the step, `past` cached before."""
+    """A row's run of new tokens: `count` of them from `start` in the step, `past` cached before.
+
+    `sparse` says how the row's context is read, None for all of it.
+    """
 
     slot: int
     past: int
     start: int
     count: int
+    sparse: SparseRow | None = None
 
     @property
     def end(self) -> int:
@@ -189,6 +195,8 @@ def plan_step(segments: Sequence[Segment], *, together: bool = True) -> Step:
 
 def _fits(group: Group, segment: Segment) -> bool:
     if segment.past == 0 and segment.count > 1:
+        return False
+    if segment.sparse is not None or group.segments[-1].sparse is not None:
         return False
     if group.is_prompt or segment.slot != group.segments[-1].slot + 1:
         return False

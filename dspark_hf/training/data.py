@@ -71,7 +71,7 @@ def read_texts(
             if not line.strip():
                 continue
             try:
-                text = _text(json.loads(line), tokenizer)
+                text = text_of(json.loads(line), tokenizer)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"line {number} of {source} must be an object with 'ids', 'messages' or "
@@ -86,7 +86,16 @@ def read_texts(
     return texts
 
 
-def _text(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+def text_of(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Read one record of `ids`, `messages` or `text`.
+
+    Args:
+        record: As in a line of the file.
+        tokenizer: The target's.
+
+    Raises:
+        KeyError: If it has none of them; as ValueError or TypeError, if it is malformed.
+    """
     if "ids" in record:
         return Text(tuple(record["ids"]), int(record.get("answer_start", 1)))
     if "messages" in record:
@@ -130,7 +139,7 @@ def batches(
     generator = torch.Generator().manual_seed(seed)
     shuffled = [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
     width = batch_size * BUCKET_BATCHES
-    result = []
+    result: list[list[int]] = []
     for begin in range(0, len(shuffled), width):
         bucket = sorted(shuffled[begin : begin + width], key=lambda i: len(texts[i].ids))
         result.extend(bucket[i : i + batch_size] for i in range(0, len(bucket), batch_size))

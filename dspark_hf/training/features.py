@@ -6,11 +6,12 @@ later epochs and runs. The published pipeline stores every text's features first
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +20,7 @@ from dspark_hf.drafting.block.taps import FeatureTaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -34,7 +36,8 @@ class Lesson:
 
     Attributes:
         features: Concatenated block outputs, of shape (L, m * d).
-        top_ids: The K likeliest next ids at each position, int32 of shape (L, K).
+        top_ids: The K likeliest next ids at each position, int32 of shape (L, K); zeros before the
+            first anchor.
         top_probs: Their probabilities at temperature 1, of shape (L, K).
     """
 
@@ -76,13 +79,13 @@ class LessonSource:
 
     def get(self, indices: Sequence[int]) -> list[Lesson]:
         """Return the lessons of some texts, in order."""
-        found = {i: self._read(i) for i in indices}
-        missing = [i for i in indices if found[i] is None]
+        found = {i: lesson for i in indices if (lesson := self._read(i)) is not None}
+        missing = [i for i in indices if i not in found]
         if missing:
-            for i, lesson in zip(missing, self._compute(missing), strict=True):
-                found[i] = lesson
-                self._keep(i, lesson)
-        return [lesson for i in indices if (lesson := found[i]) is not None]
+            for i, computed in zip(missing, self._compute(missing), strict=True):
+                found[i] = computed
+                self._keep(i, computed)
+        return [found[i] for i in indices]
 
     @torch.no_grad()
     def _compute(self, indices: Sequence[int]) -> list[Lesson]:
@@ -95,8 +98,11 @@ class LessonSource:
             logits = self.target(input_ids=padded.to(device), use_cache=False).logits
             features = taps.features()
         result = []
-        for row, ids in enumerate(texts):
-            top_ids, top_probs = self._top(logits[row, : len(ids)])
+        for row, (index, ids) in enumerate(zip(indices, texts, strict=True)):
+            # Nothing is learned from the positions before the first anchor.
+            first = min(self.texts[index].start, len(ids) - 1)
+            top_ids, top_probs = self._top(logits[row, first : len(ids)])
+            top_ids, top_probs = (F.pad(t, (0, 0, first, 0)) for t in (top_ids, top_probs))
             result.append(
                 Lesson(features[row, : len(ids)].cpu().bfloat16().clone(), top_ids, top_probs)
             )
@@ -129,5 +135,8 @@ class LessonSource:
         path = self._path(index)
         if path is None or self.used_bytes >= self.most_bytes:
             return
-        save_file(vars(lesson), path)
+        # Processes of one run may share the folder: none reads what another is writing.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        save_file(vars(lesson), partial)
+        partial.replace(path)
         self.used_bytes += path.stat().st_size

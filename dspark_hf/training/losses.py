@@ -76,8 +76,7 @@ def block_loss(
     chosen = logits.gather(-1, top_ids.clamp_min(0)) - total
     ours = chosen.exp() * (top_ids >= 0)
     overlap = torch.minimum(ours, top_probs).sum(dim=-1)
-    position = torch.arange(logits.shape[1], device=logits.device)
-    scale = torch.exp(-position / weights.decay) * valid
+    scale = position_weights(valid, weights)
     norm = scale.sum().clamp_min(1e-9)
     entropy = total.squeeze(-1) - logits.gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1)
     entropy = entropy * (labels >= 0)
@@ -102,6 +101,12 @@ def block_loss(
         count=count,
         parts={name: float(value.detach()) for name, value in parts.items()},
     )
+
+
+def position_weights(valid: torch.Tensor, weights: LossWeights) -> torch.Tensor:
+    """Return exp(-(k - 1) / decay) at valid positions of (M, N), and 0 elsewhere."""
+    position = torch.arange(valid.shape[1], device=valid.device)
+    return torch.exp(-position / weights.decay) * valid
 
 
 def expected_length(conditional: torch.Tensor) -> float:

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import compat
@@ -19,16 +19,21 @@ from dspark_hf.drafting.block.spec import BlockSpec
 from dspark_hf.drafting.block.taps import decoder_blocks
 from dspark_hf.drafting.block.vocabulary import Vocabulary
 from dspark_hf.drafting.checkpoints.base import BlockCheckpoint
+from dspark_hf.drafting.checkpoints.load import load_checkpoint
 from dspark_hf.errors import ConfigError
 from dspark_hf.training import data
+from dspark_hf.training.distill import Teacher
 from dspark_hf.training.features import LessonSource
+from dspark_hf.training.settings import TrainSettings
 from dspark_hf.training.start import initialise, start_from_target
 from dspark_hf.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedModel
 
-    from dspark_hf.training.settings import DrafterShape, TrainSettings
+    from dspark_hf.training.settings import DrafterShape
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
     Raises:
         ConfigError: If the folder holds a run with other settings, or texts or shape do not fit.
     """
-    accelerator = Accelerator(mixed_precision=settings.precision, cpu=not _has_accelerator())
+    accelerator = make_accelerator()
     target = AutoModelForCausalLM.from_pretrained(inputs.target, dtype=inputs.target_dtype)
     target.to(accelerator.device).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(inputs.target)
@@ -101,7 +106,9 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
     )
     spec = make_spec(target, shape, texts)
     name = data.fingerprint(texts)
-    _claim(inputs.out, {"settings": settings.as_dict(), "spec": vars(spec), "texts": name})
+    with accelerator.main_process_first():
+        # The first process may write; the others find the run they belong to.
+        _claim(inputs.out, {"settings": settings.as_dict(), "spec": vars(spec), "texts": name})
     d2t = None
     if spec.is_pruned:
         kept = data.draft_vocabulary(texts, spec.draft_vocab_size, spec.vocab_size)
@@ -125,15 +132,21 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
         folder=folder,
         most_bytes=inputs.lesson_bytes,
     )
+    vocabulary = Vocabulary(spec, target, d2t=d2t)
+    teacher = None
+    if settings.teacher is not None:
+        loaded = load_checkpoint(settings.teacher, vocab_size=spec.vocab_size)
+        teacher = Teacher(loaded, target, spec, vocabulary, accelerator.device)
     trainer = Trainer(
         accelerator,
         model,
-        Vocabulary(spec, target, d2t=d2t),
+        vocabulary,
         texts,
         lessons,
         (training, validation),
         settings,
         inputs.out,
+        teacher,
     )
     if trainer.resume():
         logger.info("Continuing %s at step %d.", inputs.out, trainer.step)
@@ -209,8 +222,16 @@ def unused_token(texts: list[data.Text], vocab_size: int) -> int:
     return next((i for i in range(vocab_size - 1, -1, -1) if i not in used), vocab_size - 1)
 
 
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+def make_accelerator() -> Accelerator:
+    """Return Accelerate's view of devices and processes; the CPU where there is nothing better.
+
+    Precision is the trainer's own affair: Accelerate's belongs to the process and could not differ
+    between two runs of it.
+    """
+    is_cpu = not torch.accelerator.is_available()
+    # Other processes wait while the first writes texts, for hours if need be.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=7))
+    return Accelerator(mixed_precision="no", cpu=is_cpu, kwargs_handlers=[patience])
 
 
 def _claim(folder: Path, run: dict[str, Any]) -> None:
@@ -222,6 +243,9 @@ def _claim(folder: Path, run: dict[str, Any]) -> None:
         path.write_text(text + "\n", encoding="utf-8")
         return
     held, new = json.loads(path.read_text(encoding="utf-8")), json.loads(text)
+    # Fields younger than the folder were at their defaults.
+    for part, kind in (("settings", TrainSettings), ("spec", BlockSpec)):
+        held[part] = {**_defaults(kind), **held.get(part, {})}
     for part in new:
         if held.get(part) != new[part]:
             old, now = held.get(part), new[part]
@@ -234,20 +258,6 @@ def _claim(folder: Path, run: dict[str, Any]) -> None:
             )
 
 
-def log_lines(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's log, one record per validation."""
-    path = folder / "train_log.jsonl"
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def describe(result: RunResult) -> dict[str, Any]:
-    """Return the facts of a run for its card."""
-    return {
-        "spec": dataclasses.asdict(result.checkpoint.spec),
-        "expected_length": result.expected_length,
-        "texts": result.num_texts,
-        "tokens": result.num_tokens,
-        "parameters": result.checkpoint.num_parameters,
-    }
+def _defaults(kind: Any) -> dict[str, Any]:
+    fields = dataclasses.fields(kind)
+    return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}

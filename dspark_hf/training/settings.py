@@ -63,6 +63,8 @@ class TrainSettings:
         distance: Share of the L1 distance.
         confidence: Share of the confidence head's loss.
         decay: Of the weights over positions, in positions.
+        teacher: Path or hub id of a block drafter to learn from as well; None for none.
+        distillation: Share of the L1 distance to the teacher's distributions.
     """
 
     steps: int = 1000
@@ -85,6 +87,8 @@ class TrainSettings:
     distance: float = 0.9
     confidence: float = 1.0
     decay: float = 4.0
+    teacher: str | None = None
+    distillation: float = 0.5
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""

@@ -40,7 +40,7 @@ def initialise(model: BlockModel, seed: int) -> None:
     """Draw all parameters from a normal distribution by seed; W2 starts at zero: no bias."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith("markov_w2.weight") or name.endswith("bias"):
+        if name.endswith(("markov_w2.weight", "bias")):
             parameter.zero_()
         elif parameter.ndim > 1:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * NEW_STD)

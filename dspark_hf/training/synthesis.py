@@ -82,12 +82,14 @@ class Conversation:
         answer_start: Index of the answer's first token in `ids`.
         temperature: The answer was sampled at; 0 for greedy.
         domain: Label of the prompt, such as "code".
+        index: Of its job.
     """
 
     ids: tuple[int, ...]
     answer_start: int
     temperature: float
     domain: str
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,16 @@ class Job:
         asks: Whether the question is still to be finished.
         temperature: Of the answer.
         domain: Label.
+        index: Name of the job; with `seed`, its samples depend on both and on nothing else.
+        seed: None takes the samples from the generator that all such jobs share.
     """
 
     ids: tuple[int, ...]
     asks: bool
     temperature: float
     domain: str = ""
+    index: int = 0
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class _Draft:
     job: Job
     ids: list[int]
     asks: bool
+    generator: torch.Generator | None
     fed: int = 0
     left: int = 0
     answer_start: int = 0
@@ -148,7 +155,7 @@ def converse(
         jobs: What to write.
         num_rows: Conversations in flight.
         lengths: Where they are cut.
-        generator: Of the samples.
+        generator: Of the samples of jobs without a seed.
 
     Yields:
         Conversation: In order of completion.
@@ -163,6 +170,7 @@ def converse(
                 job,
                 list(job.ids),
                 job.asks,
+                _generator_of(job, generator),
                 left=lengths.question if job.asks else lengths.answer,
                 answer_start=len(job.ids),
             )
@@ -175,7 +183,7 @@ def converse(
         chosen = sample(
             torch.cat(logits),
             [QUESTION_TEMPERATURE if d.asks else d.job.temperature for d in drafts],
-            generator,
+            [d.generator for d in drafts],
         )
         done = []
         for (row_id, draft), token in zip(rows.items(), chosen, strict=True):
@@ -187,8 +195,18 @@ def converse(
             target.free(row_id)
             free.append(row_id)
             yield Conversation(
-                tuple(draft.ids), draft.answer_start, draft.job.temperature, draft.job.domain
+                tuple(draft.ids),
+                draft.answer_start,
+                draft.job.temperature,
+                draft.job.domain,
+                draft.job.index,
             )
+
+
+def _generator_of(job: Job, shared: torch.Generator | None) -> torch.Generator | None:
+    if job.seed is None:
+        return shared
+    return torch.Generator().manual_seed(job.seed * 1_000_003 + job.index)
 
 
 def _advance(draft: _Draft, token: int, template: Template, lengths: Lengths) -> bool:
@@ -205,14 +223,16 @@ def _advance(draft: _Draft, token: int, template: Template, lengths: Lengths) ->
 
 
 def sample(
-    logits: torch.Tensor, temperatures: Sequence[float], generator: torch.Generator | None = None
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    generators: Sequence[torch.Generator | None] | None = None,
 ) -> list[int]:
     """Draw one token per row by inverting the cumulative distribution; greedy at temperature 0.
 
     Args:
         logits: Of shape (B, V).
         temperatures: One per row.
-        generator: Source of randomness.
+        generators: Sources of randomness, one per row; None for torch's own.
 
     Returns:
         list[int]: The tokens.
@@ -221,7 +241,8 @@ def sample(
     best = logits.argmax(dim=-1)
     probs = torch.softmax(logits / heat.clamp_min(1e-4)[:, None], dim=-1)
     total = probs.cumsum(dim=-1)
-    drawn = torch.rand(len(temperatures), 1, generator=generator).to(logits.device)
+    sources = generators or [None] * len(temperatures)
+    drawn = torch.stack([torch.rand(1, generator=source) for source in sources]).to(logits.device)
     ids = torch.searchsorted(total, drawn * total[:, -1:]).squeeze(-1)
     ids = ids.clamp_max(logits.shape[-1] - 1)
     return [int(i) for i in torch.where(heat == 0, best, ids).tolist()]

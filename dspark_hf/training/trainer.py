@@ -11,27 +11,28 @@ import logging
 import math
 import resource
 import sys
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 from tqdm.auto import tqdm
 
-from dspark_hf.drafting.block.model import teacher_forced
 from dspark_hf.training.data import batches
+from dspark_hf.training.distill import distribution_distance
+from dspark_hf.training.forcing import Batch, TeacherForcing, gather, predict
 from dspark_hf.training.losses import BlockLoss, LossWeights, block_loss, expected_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from accelerate import Accelerator
 
     from dspark_hf.drafting.block.model import BlockModel
     from dspark_hf.drafting.block.vocabulary import Vocabulary
     from dspark_hf.training.data import Text
+    from dspark_hf.training.distill import Teacher
     from dspark_hf.training.features import LessonSource
     from dspark_hf.training.settings import TrainSettings
 
@@ -41,66 +42,6 @@ STATE_FILE = "state.pt"
 LOG_FILE = "train_log.jsonl"
 FINAL_RATE = 0.1
 """The learning rate ends at this share of its peak."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One step's input.
-
-    Attributes:
-        ids: Texts, int64 of shape (B, L), padded on the right.
-        features: Of shape (B, L, m * d).
-        top_ids: Draft ids of the target's likeliest tokens, (B, L, K); -1 outside.
-        top_probs: Their probabilities.
-        anchors: Positions, (B, A).
-        lengths: Real tokens per text, (B,).
-    """
-
-    ids: torch.Tensor
-    features: torch.Tensor
-    top_ids: torch.Tensor
-    top_probs: torch.Tensor
-    anchors: torch.Tensor
-    lengths: torch.Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens of the batch."""
-        return int(self.lengths.sum())
-
-
-class TeacherForcing(nn.Module):
-    """The drafter as one forward over known texts: what Accelerate wraps."""
-
-    def __init__(self, drafter: BlockModel) -> None:
-        """Wrap a drafter."""
-        super().__init__()
-        self.drafter = drafter
-
-    def forward(
-        self,
-        embed: torch.Tensor,  # [V, d]
-        head: torch.Tensor,  # [V_draft, d]
-        features: torch.Tensor,  # [B, L, m * d]
-        ids: torch.Tensor,  # [B, L]
-        anchors: torch.Tensor,  # [B, A]
-        previous: torch.Tensor,  # [B, A, N]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits (M, N, V_draft) and confidence logits (M, N)."""
-        drafter = self.drafter
-        hidden = teacher_forced(drafter, embed, features, ids, anchors).flatten(0, 1)
-        previous = previous.flatten(0, 1)
-        token = states = None
-        if drafter.markov_head is not None:
-            # One product with [head ; W2] in place of two and a sum over the vocabulary.
-            token = drafter.markov_head.markov_w1(previous)
-            codes = drafter.markov_head.codes(token, hidden)
-            states = torch.cat([hidden, codes], dim=-1)
-            head = torch.cat([head, drafter.markov_head.markov_w2.weight], dim=-1)
-        logits = nn.functional.linear(hidden if states is None else states, head)
-        if drafter.confidence_head is None:
-            return logits, None
-        return logits, drafter.confidence_head(hidden, token)
 
 
 class Trainer:
@@ -116,6 +57,7 @@ class Trainer:
         indices: tuple[list[int], list[int]],
         settings: TrainSettings,
         folder: Path,
+        teacher: Teacher | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -128,10 +70,12 @@ class Trainer:
             indices: Training and validation texts.
             settings: Of the run.
             folder: Where state and log go.
+            teacher: A drafter to learn from as well.
         """
         self.accelerator, self.vocabulary, self.texts = accelerator, vocabulary, texts
         self.lessons, self.settings, self.folder = lessons, settings, folder
         self.training, self.validation = indices
+        self.teacher = teacher
         matrices = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim <= 1]
         optimizer = torch.optim.AdamW(
@@ -141,6 +85,7 @@ class Trainer:
             ],
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
+            fused=accelerator.device.type in ("cpu", "cuda"),
         )
         self.spec = model.spec
         self.model, self.optimizer = accelerator.prepare(TeacherForcing(model), optimizer)
@@ -266,36 +211,38 @@ class Trainer:
         self.optimizer.step()
         return loss
 
+    def _autocast(self) -> torch.autocast:
+        is_half = self.settings.precision == "bf16"
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=is_half)
+
     def _loss(self, batch: Batch) -> BlockLoss:
-        settings, spec = self.settings, self.spec
-        first = 0 if spec.reads_anchor else 1
-        # Row k predicts the token k + 1 - first behind the anchor, from the one before it.
-        offsets = torch.arange(spec.block_size, device=batch.ids.device) - first
-        previous = _gather(batch.ids, batch.anchors[..., None] + offsets.clamp_min(0))
-        with self.accelerator.autocast():
-            embed = self.vocabulary.embedding().detach().float()
-            logits, confidence = self.model(
-                embed * spec.hidden_size**0.5 if spec.scales_embedding else embed,
-                self.vocabulary.head().detach().float(),
-                batch.features.float(),
-                batch.ids,
-                batch.anchors,
-                previous,
-            )
-        places = batch.anchors[..., None] + offsets
-        places = places[..., first:]
-        labels = self._draft_ids[_gather(batch.ids, places + 1)].flatten(0, 1)
-        last = batch.lengths[:, None, None] - 1
-        return block_loss(
-            logits[:, first:],
-            None if confidence is None else confidence[:, first:],
+        settings = self.settings
+        with self._autocast():
+            logits, confidence = predict(self.model, self.spec, self.vocabulary, batch)
+        places = batch.anchors[..., None] + torch.arange(logits.shape[1], device=logits.device)
+        labels = self._draft_ids[gather(batch.ids, places + 1)].flatten(0, 1)
+        valid = (places < batch.lengths[:, None, None] - 1).flatten(0, 1)
+        weights = LossWeights(
+            settings.cross_entropy, settings.distance, settings.confidence, settings.decay
+        )
+        loss = block_loss(
+            logits,
+            confidence,
             labels,
-            _gather(batch.top_ids, places).flatten(0, 1),
-            _gather(batch.top_probs, places).flatten(0, 1),
-            (places < last).flatten(0, 1),
-            LossWeights(
-                settings.cross_entropy, settings.distance, settings.confidence, settings.decay
-            ),
+            gather(batch.top_ids, places).flatten(0, 1),
+            gather(batch.top_probs, places).flatten(0, 1),
+            valid,
+            weights,
+        )
+        if self.teacher is None or not self.model.training:
+            return loss
+        with self._autocast():
+            probs = self.teacher.probs(batch, logits.shape[1])
+        apart = distribution_distance(logits, probs, valid, weights)
+        return replace(
+            loss,
+            total=loss.total + settings.distillation * apart,
+            parts={**loss.parts, "teacher": float(apart.detach())},
         )
 
     @torch.no_grad()
@@ -363,11 +310,3 @@ def draw_anchors(text: Text, count: int, generator: torch.Generator) -> torch.Te
     rounds = math.ceil(count / span)
     drawn = torch.cat([torch.randperm(span, generator=generator) for _ in range(rounds)])
     return (drawn[:count] + first).sort().values
-
-
-def _gather(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Pick values (B, L, ...) at places (B, A, N); places beyond the end give the last value."""
-    rows = torch.arange(len(values), device=values.device)[:, None, None]
-    return values[rows, places.clamp_max(values.shape[1] - 1)]
-
-

@@ -29,6 +29,8 @@ EDGES = (0.02, 0.05, *(0.1 * k for k in range(1, 10)), 0.95, 0.98)
 """Inner edges of the online map's bins: finer at the ends, where confidences gather."""
 PRIOR_TESTS = 4.0
 """Weight of the given confidence in each bin, in tokens: a handful of outcomes outvotes it."""
+UNSEEN_WEIGHT = 0.25
+"""Weight, in tokens, of a bin without outcomes where bins are made monotone."""
 FORGETTING = 0.998
 """Factor on a bin's older outcomes per new one: it remembers about 500."""
 
@@ -247,7 +249,8 @@ class OnlineCalibration:
         """Return the calibrated confidences, each in [0, 1]."""
         if self._nodes is None:
             self._nodes = self._fit()
-        return np.interp(np.asarray(confidence, dtype=np.float64), *self._nodes).tolist()
+        mapped: list[float] = np.interp(np.asarray(confidence), *self._nodes).tolist()
+        return mapped
 
     def _fit(self) -> tuple[list[float], list[float]]:
         """Return the corners of the map: mean confidence and smoothed frequency of each bin."""
@@ -256,11 +259,13 @@ class OnlineCalibration:
         for i, tested in enumerate(self._tested):
             centre, weight = (bounds[i] + bounds[i + 1]) / 2, tested + PRIOR_TESTS
             said.append((self._said[i] + PRIOR_TESTS * centre) / weight)
-            pools.append([self._accepted[i] + PRIOR_TESTS * centre, weight, 1.0])
+            found = (self._accepted[i] + PRIOR_TESTS * centre) / weight
+            # A bin nobody has seen yields to its neighbours rather than holding them up.
+            pools.append([(tested + UNSEEN_WEIGHT) * found, tested + UNSEEN_WEIGHT, 1.0])
             while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
                 last = pools.pop()
                 pools[-1] = [a + b for a, b in zip(pools[-1], last, strict=True)]
-        return said, [hits / weight for hits, weight, size in pools for _ in range(int(size))]
+        return said, [total / weight for total, weight, size in pools for _ in range(int(size))]
 
 
 def _pair(

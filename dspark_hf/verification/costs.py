@@ -26,6 +26,9 @@ ROWS_APART = 2
 """A doubling of rows makes two groups as unlike as this many doublings of context."""
 MOST_CONTRADICTION = 1.5
 """A profile is given up when forwards take this many times what it says, or a part as small."""
+PLAIN_ROUNDS, WIDE_ROUNDS, WIDE_ROUNDS_BETWEEN = 3, 3, 20
+"""Forwards without drafts wanted of each number of rows, forwards with drafts before the first of
+them, and those between them."""
 RATIOS_JUDGED, RATIOS_KEPT = 16, 32
 """Forwards compared before a profile is judged, and the latest ones it is judged by."""
 
@@ -44,6 +47,7 @@ class StepCosts:
         """Start with nothing measured."""
         self._seconds: dict[_Group, dict[int, deque[float]]] = {}
         self._seeds: dict[_Group, dict[int, float]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
         self._ratios: deque[float] = deque(maxlen=RATIOS_KEPT)
         self._on_stale: Callable[[], None] | None = None
         self._predicted: dict[tuple[_Group, int], float] = {}
@@ -61,6 +65,7 @@ class StepCosts:
         widths = self._seconds.setdefault(group, {})
         widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
+        self._count(num_rows, num_tokens)
         seed = self._seeds.get(group, {}).get(cell)
         if seed is not None:
             self._compare(seconds / seed)
@@ -79,6 +84,7 @@ class StepCosts:
         for entry in entries:
             group = (_rows_cell(entry.num_rows), _range(entry.context))
             self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
+            self._count(entry.num_rows, entry.num_tokens)
 
     def predict(self, num_tokens: int, context: int, num_rows: int = 1) -> float:
         """Return the expected seconds of a forward.
@@ -95,6 +101,21 @@ class StepCosts:
         if key not in self._predicted:
             self._predicted[key] = self._predict(*key)
         return self._predicted[key]
+
+    def needs_plain(self, num_rows: int) -> bool:
+        """Tell whether a round without drafts is due: what drafts are compared with.
+
+        A schedule that drafts from the first round on would otherwise never see one, and could
+        not tell that drafting is slower.
+
+        Args:
+            num_rows: Rows of the round.
+
+        Returns:
+            bool: True a few times in the life of a number of rows.
+        """
+        plain, wide = self._counts.get(_rows_cell(num_rows), (0, 0))
+        return plain < PLAIN_ROUNDS and wide >= WIDE_ROUNDS + WIDE_ROUNDS_BETWEEN * plain
 
     def _predict(self, group: _Group, cell: int) -> float:
         here = self._known(group)
@@ -123,6 +144,11 @@ class StepCosts:
             cell: median([*found, seeds[cell]] if cell in seeds else found)
             for cell, found in times.items()
         }
+
+    def _count(self, num_rows: int, num_tokens: int) -> None:
+        plain, wide = self._counts.get(_rows_cell(num_rows), (0, 0))
+        is_plain = num_tokens == num_rows
+        self._counts[_rows_cell(num_rows)] = (plain + is_plain, wide + (not is_plain))
 
     def _compare(self, ratio: float) -> None:
         """Give the profile up when what is observed differs from it by too much."""
@@ -160,6 +186,8 @@ class DraftCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add one measured draft: the longest of its round, in tokens, and what it took."""
+        if num_tokens < 1:
+            return
         key = num_tokens if self.block_size is None else self.block_size
         self._seconds.setdefault(key, deque(maxlen=KEPT)).append(seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -22,8 +23,8 @@ PRIOR_NEXT = 0.7
 """Expected acceptance of each further token, given the one before."""
 FORGETTING = 0.99
 """Factor on older observations per round, so that estimates follow the text."""
-CURVE_FORGETTING = 0.95
-"""The same for mean survivals, which are told in full each round."""
+RECENT = 16
+"""Drafts with confidences that what is expected of the next one follows from."""
 
 
 @dataclass
@@ -45,27 +46,29 @@ class _Acceptance:
 
 
 @dataclass
-class _Curve:
-    """Decayed mean survival by draft position, over drafts with confidences, verified or not."""
+class _Recent:
+    """The latest drafts with confidences, verified or not, as survivals given the tokens before."""
 
-    totals: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
+    drafts: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    known: dict[int, list[list[float]]] = field(default_factory=dict)
 
-    def add(self, survival: Sequence[float]) -> None:
-        missing = len(survival) - len(self.totals)
-        self.totals += [0.0] * missing
-        self.weights += [0.0] * missing
-        for k, value in enumerate(survival):
-            self.totals[k] = self.totals[k] * CURVE_FORGETTING + value
-            self.weights[k] = self.weights[k] * CURVE_FORGETTING + 1
+    def add(self, confidence: list[float]) -> None:
+        self.drafts.append(confidence)
+        self.known.clear()
 
-    def mean(self, length: int) -> list[float]:
-        """Return the mean survivals, beyond the longest draft seen by its last ratio."""
-        pairs = zip(self.totals, self.weights, strict=True)
-        means = list(accumulate((total / weight for total, weight in pairs), min))
-        ratio = means[-1] / means[-2] if len(means) > 1 and means[-2] else means[-1]
-        means += [means[-1] * ratio ** (k + 1) for k in range(length - len(means))]
-        return means[:length]
+    def survivals(self, length: int) -> list[list[float]]:
+        """Return each draft's survivals; one that was shorter goes on like the next ones."""
+        if length not in self.known:
+            found, count = list(self.drafts), len(self.drafts)
+            self.known[length] = []
+            for start in range(count):
+                row: list[float] = []
+                for step in range(length):
+                    row += found[(start + step) % count]
+                    if len(row) >= length:
+                        break
+                self.known[length].append(list(accumulate(row[:length], mul)))
+        return self.known[length]
 
 
 class SurvivalEstimates:
@@ -80,7 +83,7 @@ class SurvivalEstimates:
         self._by_signal: dict[int, _Acceptance] = {}
         self._by_row: dict[int, _Acceptance] = {}
         self._calibration: dict[int, OnlineCalibration] = {}
-        self._curves: dict[int, _Curve] = {}
+        self._recent: dict[int, _Recent] = {}
 
     def confidence(self, row_id: int, draft: Draft) -> list[float]:
         """Return for each token the probability that it survives given that those before it did."""
@@ -98,23 +101,25 @@ class SurvivalEstimates:
 
     def expected(self, row_id: int, signal: int, length: int) -> list[float]:
         """Return the survival of a draft that is not known yet, from past rounds only."""
-        if signal in self._curves:
-            return self._curves[signal].mean(length)
+        likely = self.likely(row_id, signal, length)
+        return [sum(values) / len(likely) for values in zip(*likely, strict=True)]
+
+    def likely(self, row_id: int, signal: int, length: int) -> list[list[float]]:
+        """Return survivals of drafts that may come, one as likely as another."""
+        if signal in self._recent:
+            return self._recent[signal].survivals(length)
         first, further = self._chances(row_id, signal)
-        return [first * further**k for k in range(length)]
+        return [[first * further**k for k in range(length)]]
 
     def usual_signal(self) -> int:
         """Return the signal that was tested most of late; 0 before any was."""
         return max(self._by_signal, key=lambda s: self._by_signal[s].first_tested, default=0)
 
-    def num_tested(self, signal: int) -> float:
-        """Return how many drafts of a signal were tested, older ones counting less."""
-        return self._by_signal.get(signal, _Acceptance()).first_tested
-
-    def note(self, draft: Draft, survival: Sequence[float]) -> None:
-        """Remember a draft's survivals for later rounds; call it when its length is decided."""
+    def note(self, row_id: int, draft: Draft) -> None:
+        """Remember a draft for later rounds; call it when its length is decided."""
         if draft.confidence:
-            self._curves.setdefault(draft.signal, _Curve()).add(survival)
+            recent = self._recent.setdefault(draft.signal, _Recent())
+            recent.add(self.confidence(row_id, draft))
 
     def observe(self, outcomes: Sequence[RowOutcome]) -> None:
         """Learn from a finished round."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from drafters import PureDrafter, RaggedDrafter, RandomDrafter, SampledDrafter
+from drafters import PureDrafter, RaggedDrafter, RandomDrafter, SampledDrafter, StatingDrafter
 from dspark_hf import DSparkConfig
 from dspark_hf.values import DraftRequest, Proposal
 from harness import CONFIG, counted_forwards, generate, noisy_copy, paths, wrapped
@@ -176,6 +176,16 @@ def test_sampled_text_follows_the_targets_distribution(
     assert min(found.values()) > P_LIMIT, found
 
 
+def test_sampled_text_follows_the_target_when_confidences_cut_the_drafts(
+    small: PreTrainedModel,
+) -> None:
+    config = replace(CONFIG, schedule="threshold", confidence_threshold=0.6)
+    drafter = StatingDrafter(SampledDrafter(SMALL_VOCAB), levels=(0.5, 0.9, 0.95))
+    counts = sample(small, drafter, LAWS["hot"], config)
+    found = p_values(counts, exact_joint(small, LAWS["hot"]))
+    assert min(found.values()) > P_LIMIT, found
+
+
 def test_a_drafter_that_misreports_its_distribution_would_be_noticed(
     small: PreTrainedModel,
 ) -> None:
@@ -201,6 +211,8 @@ def test_coupled_text_is_the_same_for_all_drafters_and_schedules(model: PreTrain
     drafters += [SampledDrafter(VOCAB), RaggedDrafter(RandomDrafter(VOCAB))]
     configs = [COUPLED, replace(COUPLED, max_draft_tokens=1), replace(COUPLED, max_draft_tokens=9)]
     configs += [replace(COUPLED, schedule="auto", never_slower=slow) for slow in (False, True)]
+    others = ("prefix", "budget", "threshold")
+    configs += [replace(COUPLED, schedule=name, confidence_threshold=0.4) for name in others]
     for drafter, config in itertools.product(drafters, configs):
         with wrapped(model, drafter, config):
             out = generate(model, PROMPTS, **SAMPLING)

@@ -12,12 +12,20 @@ import pytest
 import torch
 
 import tiny
-from dspark_hf.benchmarks import comparing, contenders, environment, results, tables, timing
+from dspark_hf.benchmarks import (
+    comparing,
+    contenders,
+    environment,
+    markers,
+    results,
+    tables,
+    timing,
+)
+from dspark_hf.benchmarks.bench import warm_up
 from dspark_hf.benchmarks.comparing import Difference
 from dspark_hf.benchmarks.contenders import Contender
 from dspark_hf.benchmarks.contest import Item, Outcome, hold, new_tokens, whole_call
 from dspark_hf.benchmarks.prompts import alternating, batch_item
-from dspark_hf.benchmarks.sections import warm_up
 from dspark_hf.benchmarks.settings import BenchSettings
 from dspark_hf.benchmarks.stats import Sample, paired_ratios, spread, summarise
 from dspark_hf.errors import ConfigError
@@ -342,7 +350,7 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path: Path, text: str) -> N
 def test_a_table_shows_the_baseline_beside_every_number_and_its_conditions_below() -> None:
     differing = sample("dspark-lookup", 3, 1.0, differences=[Difference(0, 4, 1, 2, 0.25, 0.1)])
     held = file_of(prompts_bfloat16=run_of([*THREE_CALLS, sample("plain", 3), differing]))
-    lines = tables.as_markdown(tables.all_tables(held)["prompts-bfloat16"]).splitlines()
+    lines = markers.as_markdown(tables.all_tables(held)["prompts-bfloat16"]).splitlines()
     assert lines[1].startswith("| --- | --- | ---: |")
     assert lines[2].startswith("| chat | plain | 15.0 |")
     assert "| 1.50x | 1.00-2.80 |" in lines[3]
@@ -364,19 +372,19 @@ def test_the_overview_has_one_row_per_contender_of_prompts_and_batch() -> None:
 
 
 @pytest.fixture
-def two_tables() -> dict[str, list[tables.Table]]:
-    return {name: [tables.Table(name, ["a", "b"], [[name, "1|2"]])] for name in ("one", "two")}
+def two_tables() -> dict[str, list[markers.Table]]:
+    return {name: [markers.Table(name, ["a", "b"], [[name, "1|2"]])] for name in ("one", "two")}
 
 
 def test_only_what_lies_between_markers_is_replaced(two_tables: Any) -> None:
     text = "# T\n<!-- bench:two -->\nold\n<!-- /bench -->\nmid <!-- bench:one --><!-- /bench -->\n"
-    filled, names = tables.update_markers(text, two_tables)
+    filled, names = markers.update_markers(text, two_tables)
     assert names == ["two", "one"]
     assert filled == (
         "# T\n<!-- bench:two -->\n| a | b |\n| --- | --- |\n| two | 1\\|2 |\n<!-- /bench -->\n"
         "mid <!-- bench:one -->\n| a | b |\n| --- | --- |\n| one | 1\\|2 |\n<!-- /bench -->\n"
     )
-    assert tables.update_markers(filled, two_tables)[0] == filled
+    assert markers.update_markers(filled, two_tables)[0] == filled
 
 
 @pytest.mark.parametrize(
@@ -390,4 +398,4 @@ def test_only_what_lies_between_markers_is_replaced(two_tables: Any) -> None:
 )
 def test_wrong_markers_are_refused(two_tables: Any, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tables.update_markers(text, two_tables)
+        markers.update_markers(text, two_tables)

@@ -1,4 +1,4 @@
-"""Step costs are learned from forwards, and drafting is done where it pays and nowhere else.
+"""Drafting is done where it pays and nowhere else.
 
 The cost-aware schedule is driven through its protocol only, by a simulated target whose costs and
 acceptance are known, so that what is tested is how it behaves and not how it computes.
@@ -6,9 +6,7 @@ acceptance are known, so that what is tested is how it behaves and not how it co
 
 from __future__ import annotations
 
-import pickle
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,151 +16,17 @@ from drafters import RandomDrafter
 from dspark_hf import DSparkForCausalLM
 from dspark_hf.decode import Decoder
 from dspark_hf.values import DraftRequest, Proposal
-from dspark_hf.verification.costs import KEPT, StepCosts
+from dspark_hf.verification.costs import StepCosts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
-from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState, Schedule
+from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 from dspark_hf.verification.schedules.fixed import FixedSchedule
 from harness import CONFIG, generate
+from simulation import Simulation, nearly_flat, proportional
 from tiny import VOCAB, llama, prompt
-
-
-def test_costs_are_one_before_anything_was_measured() -> None:
-    costs = StepCosts()
-    assert costs.predict(1, 0) == costs.predict(9, 5000) == 1.0
-
-
-def test_a_cost_is_the_median_of_the_latest_observations() -> None:
-    costs = StepCosts()
-    for seconds in (5.0, 5.0, 900.0):
-        costs.observe(3, 100, seconds)
-    assert costs.predict(3, 100) == 5.0
-    for _ in range(KEPT):
-        costs.observe(3, 100, 2.0)
-    assert costs.predict(3, 100) == 2.0
-
-
-def test_a_width_between_two_measured_ones_is_interpolated() -> None:
-    costs = StepCosts()
-    costs.observe(2, 100, 4.0)
-    costs.observe(6, 100, 8.0)
-    assert costs.predict(3, 100) == pytest.approx(5.0)
-    assert costs.predict(5, 100) == pytest.approx(7.0)
-
-
-def test_a_width_outside_the_measured_ones_is_assumed_to_cost_little_more() -> None:
-    costs = StepCosts()
-    costs.observe(2, 100, 4.0)
-    costs.observe(6, 100, 8.0)
-    assert costs.predict(1, 100) == 4.0
-    assert 8.0 < costs.predict(10, 100) < 8.0 * 1.1
-
-
-def test_wide_forwards_of_about_the_same_width_share_a_measurement() -> None:
-    costs = StepCosts()
-    costs.observe(34, 100, 7.0)
-    assert costs.predict(40, 100) == costs.predict(33, 100) == 7.0
-    assert costs.predict(41, 100) != 7.0
-
-
-def test_a_context_without_any_width_borrows_from_the_nearest_context() -> None:
-    costs = StepCosts()
-    costs.observe(4, 100, 3.0)
-    costs.observe(4, 40_000, 30.0)
-    assert costs.predict(4, 700) == 3.0
-    assert costs.predict(4, 30_000) == 30.0
-
-
-def test_a_borrowed_width_is_scaled_by_one_that_both_contexts_have() -> None:
-    costs = StepCosts()
-    costs.observe(1, 100, 2.0)
-    costs.observe(5, 100, 3.0)
-    costs.observe(1, 5000, 20.0)
-    # Growing context must not look like growing width: 3 / 2 as long as one token, here too.
-    assert costs.predict(5, 5000) == pytest.approx(30.0)
-
-
-def test_costs_survive_pickling() -> None:
-    costs = StepCosts()
-    costs.observe(2, 100, 4.0)
-    arrived = pickle.loads(pickle.dumps(costs))  # noqa: S301 - our own bytes
-    assert arrived.predict(2, 100) == 4.0
-
-
-@dataclass
-class Simulation:
-    """Rows decoded with a schedule against known costs and acceptance.
-
-    Attributes:
-        schedule: The schedule under test.
-        verify_s: Seconds of a forward by number of tokens.
-        draft_s: Seconds of a draft by its length.
-        accept: Probability that a draft token is accepted, given the round and the row.
-        num_rows: Rows decoded together.
-        signal: Signal of a row's proposals.
-    """
-
-    schedule: Schedule
-    verify_s: Callable[[int], float]
-    accept: Callable[[int, int], float]
-    draft_s: Callable[[int], float] = lambda length: 0.0
-    num_rows: int = 1
-    signal: Callable[[int], int] = lambda row: 0
-    context: int = 200
-    stream: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
-    verified: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
-    tokens: int = 0
-
-    def run(self, num_rounds: int) -> None:
-        """Decode a number of rounds, checking every answer against what was possible."""
-        for _ in range(num_rounds):
-            rows = [RowState(row, self.context, 12) for row in range(self.num_rows)]
-            asked = self.schedule.ask(rows)
-            assert all(0 <= length <= 12 for length in asked)
-            if any(asked):
-                seconds = self.draft_s(max(asked))
-                self.schedule.observe_draft(max(asked), seconds)
-                self.seconds += seconds
-            signals = [self.signal(row) for row in range(self.num_rows)]
-            lengths = self.schedule.cut(rows, list(map(Draft, asked, signals)))
-            assert all(0 <= n <= most for n, most in zip(lengths, asked, strict=True))
-            self.finish_round(lengths, signals)
-
-    def finish_round(self, lengths: list[int], signals: list[int]) -> None:
-        """Accept what is accepted and tell the schedule."""
-        outcomes = []
-        for row, length in enumerate(lengths):
-            accepted, chance = 0, self.accept(len(self.verified), row)
-            while accepted < length and self.stream.random() < chance:
-                accepted += 1
-            outcomes.append(RowOutcome(row, signals[row], length, accepted))
-            self.tokens += accepted + 1
-        width = self.num_rows + sum(lengths)
-        self.schedule.observe(outcomes, width, self.context, self.verify_s(width))
-        self.seconds += self.verify_s(width)
-        self.verified.append(lengths)
-
-    @property
-    def speed_up(self) -> float:
-        """Tokens per second over plain decoding's."""
-        return self.tokens / self.seconds * self.verify_s(self.num_rows) / self.num_rows
-
-    def share_verifying(self, first: int = 0, last: int | None = None) -> float:
-        """Return the share of rounds that verified anything."""
-        rounds = self.verified[first:last]
-        return sum(any(lengths) for lengths in rounds) / len(rounds)
 
 
 def cost_aware(*, may_pause: bool = True) -> CostAwareSchedule:
     return CostAwareSchedule(8, StepCosts(), may_pause=may_pause)
-
-
-def nearly_flat(width: int) -> float:
-    return 1 + 0.02 * width
-
-
-def proportional(width: int) -> float:
-    return float(width)
 
 
 def test_drafting_stops_where_verifying_costs_more_than_it_saves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -44,19 +45,27 @@ def rotary_tables(positions: torch.Tensor, spec: BlockSpec, dtype: torch.dtype) 
         the first; dimensions that are not rotated have cosine 1 and sine 0.
     """
     tables = {}
-    for layer, kind in enumerate(spec.layer_types):
-        if kind in tables:
-            continue
-        dim, share, theta = spec.head_dim_of(layer), spec.rope_partial, spec.rope_theta
-        if spec.is_sliding(layer):
-            share, theta = 1.0, spec.sliding_rope_theta or theta
-        half = int(dim * share) // 2
-        exponents = torch.arange(half, device=positions.device, dtype=torch.float32) * 2
-        inverse = F.pad(theta ** -(exponents / dim), (0, dim // 2 - half))
+    for kind, inverse in _frequencies(spec, positions.device).items():
         angles = positions[..., None].float() * inverse
         angles = torch.cat([angles, angles], dim=-1)
         tables[kind] = angles.cos().to(dtype), angles.sin().to(dtype)
     return tables
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)
+def _frequencies(spec: BlockSpec, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the rotary angles per position by type of layer, float32 of shape (D / 2,)."""
+    frequencies = {}
+    for kind in dict.fromkeys(spec.layer_types):
+        layer = spec.layer_types.index(kind)
+        dim, share, theta = spec.head_dim_of(layer), spec.rope_partial, spec.rope_theta
+        if spec.is_sliding(layer):
+            share, theta = 1.0, spec.sliding_rope_theta or theta
+        half = int(dim * share) // 2
+        exponents = torch.arange(half, device=device, dtype=torch.float32) * 2
+        frequencies[kind] = F.pad(theta ** -(exponents / dim), (0, dim // 2 - half))
+    return frequencies
 
 
 def rotate(states: torch.Tensor, tables: Tables) -> torch.Tensor:
@@ -84,8 +93,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Norm the last axis."""
-        normed = F.rms_norm(states.float(), (self.width,), None, self.eps).to(states.dtype)
-        return normed if self.weight is None else normed * self.weight
+        return F.rms_norm(states, (self.width,), self.weight, self.eps)
 
 
 class BlockAttention(nn.Module):

@@ -53,7 +53,7 @@ class DraftContext:
         ]
         self.cache = DSparkCache(self.windows, 256)
         self._rows: dict[int, _Waiting] = {}
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, str], torch.Tensor | None] = {}
 
     def take(self, row_id: int, start: int, features: torch.Tensor) -> None:
         """Add a row's features.
@@ -101,7 +101,8 @@ class DraftContext:
         if not counts:
             return
         order = self.cache.open_step(counts)
-        parts, positions = [], []
+        parts: list[torch.Tensor] = []
+        positions: list[int] = []
         for place in order:
             row_id, count = counts[place]
             row = self._rows[row_id]
@@ -125,7 +126,7 @@ class DraftContext:
         size = self.spec.block_size
         order = self.cache.open_step([(row_id, size) for row_id in row_ids])
         self._masks.clear()
-        positions = []
+        positions: list[int] = []
         for place in order:
             begin = self.length(row_ids[place])
             positions.extend(range(begin, begin + size))
@@ -168,15 +169,21 @@ class DraftContext:
     def _projected(self, row_id: int) -> int:
         return self.cache.lengths.get(row_id, 0)
 
-    def _mask(self, place: int, layer: int, group: Group, heads: int) -> torch.Tensor:
+    def _mask(self, place: int, layer: int, group: Group, heads: int) -> torch.Tensor | None:
         """Return what a group's blocks see, built once per draft and kind of layer."""
-        key = (place, layer if self.spec.is_sliding(layer) else -1)
+        spec = self.spec
+        key = (place, spec.layer_types[layer])
         if key not in self._masks:
-            self._masks[key] = pack_mask(self._visible(layer, group), heads, self.model.dtype)
+            is_even = len({segment.past for segment in group.segments}) == 1
+            if is_even and not (spec.is_sliding(layer) and spec.sliding_is_causal):
+                # The keys in view are exactly the window and the block.
+                self._masks[key] = None
+            else:
+                self._masks[key] = pack_mask(self._visible(layer, group), heads, self.model.dtype)
         return self._masks[key]
 
     def _visible(self, layer: int, group: Group) -> torch.Tensor:
-        """Return visibility (B, T, S): the context before the anchor, near enough, and the block."""
+        """Return visibility (B, T, S): the context within the window, and the block."""
         spec, device = self.spec, self.model.device
         window = self.windows[layer]
         first, end = group.key_range(window)

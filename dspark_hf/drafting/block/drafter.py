@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf import compat
 from dspark_hf.drafting.block.context import DraftContext
 from dspark_hf.drafting.block.model import block_ids
+from dspark_hf.errors import CheckpointError
 from dspark_hf.values import Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedModel
 
     from dspark_hf.drafting.block.model import BlockModel
     from dspark_hf.drafting.block.vocabulary import Vocabulary
-    from dspark_hf.values import DraftRequest
-
-logger = logging.getLogger(__name__)
+    from dspark_hf.values import DraftRequest, Warp
 
 
 class BlockDrafter:
@@ -48,6 +49,9 @@ class BlockDrafter:
             target: The model it drafts for.
             temperatures: Of the confidences, one per position, from calibration; empty for 1.
             name: Name in logs and statistics.
+
+        Raises:
+            CheckpointError: If there are temperatures, but not one above 0 per draft token.
         """
         self.model, self.vocabulary, self.target = model, vocabulary, target
         self.name = name
@@ -55,14 +59,20 @@ class BlockDrafter:
         spec = model.spec
         self.target_layers = spec.target_layers
         self.block_size = spec.num_drafts
-        self.vocab_size = int(compat.text_config(target).vocab_size)
+        if len(self.temperatures) not in (0, spec.num_drafts) or not all(
+            temperature > 0 for temperature in self.temperatures
+        ):
+            raise CheckpointError(
+                f"calibration must give {spec.num_drafts} temperatures above 0, one per draft "
+                f"token, or none; got {list(self.temperatures)}. Calibrate the drafter again."
+            )
         self._context: DraftContext | None = None
-        self._has_warned = False
 
     @property
     def context(self) -> DraftContext:
         """Rows' context; nothing is kept between calls."""
         if self._context is None:
+            self._follow_target()
             self._context = DraftContext(self.model)
         return self._context
 
@@ -75,7 +85,9 @@ class BlockDrafter:
             start: Position of the first token.
             features: Of shape (T, m * d).
         """
-        self.context.take(row_id, start, features)
+        context = self.context
+        with self._own_type():
+            context.take(row_id, start, features)
 
     @torch.no_grad()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -84,17 +96,25 @@ class BlockDrafter:
         places = [i for i, request in enumerate(requests) if self._is_ready(request)]
         if not places:
             return proposals
-        rows = [requests[i].row_id for i in places]
+        with self._own_type():
+            drafted = self._propose([requests[i] for i in places])
+        for i, proposal in zip(places, drafted, strict=True):
+            proposals[i] = proposal
+        return proposals
+
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        rows = [request.row_id for request in requests]
         self.context.project(rows)
         order, positions = self.context.open_blocks(rows)
-        asked = [requests[places[i]] for i in order]
+        asked = [requests[i] for i in order]
         device = self.model.device
         anchors = torch.tensor([request.ids[-1] for request in asked], device=device)
         embeds = self.vocabulary.embed(block_ids(anchors, self.model.spec), self.model.dtype)
         hidden = self.model(embeds.flatten(0, 1)[None], self.model.rotary(positions), self.context)
         hidden = hidden[0].unflatten(0, (len(rows), -1))  # [R, N, d]
+        proposals = [Proposal() for _ in requests]
         for i, proposal in zip(order, self._draft(asked, hidden, anchors), strict=True):
-            proposals[places[i]] = proposal
+            proposals[i] = proposal
         return proposals
 
     def free(self, row_id: int) -> None:
@@ -104,12 +124,26 @@ class BlockDrafter:
             if self._context.is_empty:
                 self._context = None
 
+    def _own_type(self) -> AbstractContextManager[object]:
+        """Compute in the drafter's own type, under autocast too."""
+        if compat.is_autocast(self.target):
+            return torch.autocast(self.model.device.type, enabled=False)
+        return nullcontext()
+
+    def _follow_target(self) -> None:
+        """Go where the target is and take its type: it may have been moved or cast since."""
+        device, dtype = compat.input_device(self.target), self.target.dtype
+        if (self.model.device, self.model.dtype) != (device, dtype):
+            self.model.to(device, dtype)
+            self.vocabulary.to(device, dtype)
+
     def _is_ready(self, request: DraftRequest) -> bool:
         """Roll the row's context back to what is committed; tell whether it is all there."""
-        known, limit = len(request.ids) - 1, self.model.spec.max_positions
-        if limit is not None and known + self.model.spec.block_size > limit:
+        spec, known = self.model.spec, len(request.ids) - 1
+        if spec.max_positions is not None and known + spec.block_size > spec.max_positions:
             return False
-        if self.context.length(request.row_id) < known:
+        # The target may have grown ids since that the drafter has no embedding for.
+        if self.context.length(request.row_id) < known or request.ids[-1] >= spec.vocab_size:
             return False
         self.context.truncate(request.row_id, known)
         return True
@@ -125,68 +159,85 @@ class BlockDrafter:
             anchors: Newest committed tokens, (R,).
         """
         spec, markov = self.model.spec, self.model.markov_head
-        first = 0 if spec.reads_anchor else 1
-        most = max(min(request.max_tokens, spec.num_drafts) for request in requests)
-        base = self.vocabulary.logits(hidden[:, first : first + most]).float()
+        wanted = [min(request.max_tokens, spec.num_drafts) for request in requests]
+        # The anchor's row, where it is not read, still starts a recurrent head's state.
+        skipped = 0 if spec.reads_anchor else 1
+        hidden = hidden[:, : skipped + max(wanted)]
+        base = self.vocabulary.logits(hidden[:, skipped:]).float()
         previous, state = anchors, None
-        ids: list[list[int]] = [[] for _ in requests]
+        chosen: list[torch.Tensor] = []
+        tokens: list[torch.Tensor] = []
         probs: list[list[torch.Tensor]] = [[] for _ in requests]
-        confidences = []
-        for k in range(-first, most):
-            row_hidden, token = hidden[:, k + first], None
+        for k in range(-skipped, max(wanted)):
             logits = base[:, max(k, 0)]
             if markov is not None:
-                token = markov.markov_w1(previous)
-                state = markov.start(token) if state is None else state
-                code, state = markov.step(state, token, row_hidden)
+                tokens.append(markov.markov_w1(previous))
+                state = markov.start(tokens[-1]) if state is None else state
+                code, state = markov.step(state, tokens[-1], hidden[:, k + skipped])
                 if k >= 0:
-                    logits = logits + markov.markov_w2(code).float()
-            if k < 0:
-                # The anchor's row is not read; it only starts a recurrent head's state.
-                continue
-            if self.model.confidence_head is not None:
-                confidences.append(self.model.confidence_head(row_hidden, token))
-            previous = self._choose(requests, logits, ids, probs)
-        survival = self._confidence(confidences)
+                    logits = logits + markov.markov_w2(code)
+            if k >= 0:
+                drawing = [i for i, row in enumerate(requests) if row.warp and k < wanted[i]]
+                previous = self._choose(requests, drawing, logits, probs)
+                chosen.append(previous)
+        ids = torch.stack(chosen, dim=1).tolist()
+        told = self._confidence(hidden[:, skipped:], tokens[skipped:])
         return [
             Proposal(
-                ids[i][: request.max_tokens],
-                torch.stack(probs[i])[: request.max_tokens] if probs[i] else None,
-                confidence=survival[i][: request.max_tokens] if survival else (),
+                ids[i][:count],
+                torch.stack(probs[i]) if probs[i] else None,
+                confidence=told[i][:count] if told else (),
             )
-            for i, request in enumerate(requests)
+            for i, count in enumerate(wanted)
         ]
 
     def _choose(
         self,
         requests: Sequence[DraftRequest],
+        drawing: Sequence[int],
         logits: torch.Tensor,
-        ids: list[list[int]],
         probs: list[list[torch.Tensor]],
     ) -> torch.Tensor:
-        """Append one token per row, greedy or drawn; return them (R,) as the target's ids."""
-        chosen = logits.argmax(dim=-1)
-        for i, request in enumerate(requests):
-            if request.warp is None:
-                continue
-            row = request.warp(logits[i : i + 1])
-            drawn = torch.rand(1, generator=request.generator, dtype=torch.float64)
-            total = row[0].double().cumsum(dim=0)
-            place = torch.searchsorted(total, drawn.to(total.device) * total[-1], right=True)
-            place = place.clamp_max(int(row[0].nonzero()[-1]))
-            chosen[i] = place[0]
-            probs[i].append(self.vocabulary.scatter(row, self.vocab_size)[0].cpu())
-        chosen = self.vocabulary.to_target(chosen)
-        for i, token in enumerate(chosen.tolist()):
-            ids[i].append(token)
-        return chosen
+        """Choose one token per row: the best, or a drawn one whose distribution is noted.
 
-    def _confidence(self, logits: list[torch.Tensor]) -> list[list[float]]:
-        """Return each row's calibrated confidences."""
-        if not logits:
+        Args:
+            requests: One per row.
+            drawing: Rows that draw. One that has all it wants draws no more: what a row draws may
+                not depend on its neighbours.
+            logits: Of shape (R, V_draft).
+            probs: Gets the distribution over the target's ids of each drawing row.
+
+        Returns:
+            torch.Tensor: The target's ids, (R,).
+        """
+        chosen = logits.argmax(dim=-1)
+        for i in drawing:
+            request = requests[i]
+            row = cast("Warp", request.warp)(logits[i : i + 1])[0]
+            total = row.double().cumsum(dim=0)
+            drawn = torch.rand(1, generator=request.generator, dtype=torch.float64)
+            if total[-1] > 0:
+                place = torch.searchsorted(total, drawn.to(total.device) * total[-1], right=True)
+                chosen[i] = place.clamp_max(row.nonzero()[-1])[0]
+            else:
+                # No number to draw by: a one-point distribution stays exact.
+                row = F.one_hot(chosen[i], len(row)).to(row.dtype)
+            vocab_size = int(compat.text_config(self.target).vocab_size)
+            probs[i].append(self.vocabulary.scatter(row[None], vocab_size)[0].cpu())
+        return self.vocabulary.to_target(chosen)
+
+    def _confidence(self, hidden: torch.Tensor, tokens: list[torch.Tensor]) -> list[list[float]]:
+        """Return each row's calibrated confidences; none where there is no head.
+
+        Args:
+            hidden: Of the drafted positions, (R, N, d).
+            tokens: W1 rows (R, r) of the token before each; none without a sequential head.
+        """
+        head = self.model.confidence_head
+        if head is None:
             return []
-        stacked = torch.stack(logits, dim=-1).float()  # [R, N]
+        logits = head(hidden, torch.stack(tokens, dim=1) if tokens else None).float()
         if self.temperatures:
-            heat = torch.tensor(self.temperatures[: stacked.shape[1]], device=stacked.device)
-            stacked = stacked / heat
-        return [[float(c) for c in row] for row in torch.sigmoid(stacked).tolist()]
+            logits = logits / logits.new_tensor(self.temperatures[: logits.shape[1]])
+        # Where there is no number there is no confidence.
+        return cast("list[list[float]]", torch.sigmoid(logits).nan_to_num(0.0).tolist())

@@ -165,5 +165,7 @@ def teacher_forced(
     memory = TextMemory(spec, context, anchors)
     inputs = block_ids(ids.gather(1, anchors), spec).flatten(1)
     places = anchors[..., None] + torch.arange(spec.block_size, device=ids.device)
-    hidden = model(F.embedding(inputs, embed), model.rotary(places.flatten(1)), memory)
-    return hidden.unflatten(1, (anchors.shape[1], spec.block_size))
+    # The rows that are used, not the whole table, are turned into the drafter's type.
+    embeds = F.embedding(inputs, embed).to(model.dtype)
+    hidden = model(embeds, model.rotary(places.flatten(1)), memory)
+    return cast("torch.Tensor", hidden.unflatten(1, (anchors.shape[1], spec.block_size)))

@@ -7,7 +7,7 @@ counted from the embedding are one off. Here id i is the output of block i; -1 e
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class FeatureTaps:
         handles = []
         try:
             for layer in set(self.layers):
-                block = cast("nn.Module", self.blocks[max(layer, 0)])
+                block = self.blocks[max(layer, 0)]
                 if layer < 0:
                     handles.append(
                         block.register_forward_pre_hook(self._input_hook, with_kwargs=True)

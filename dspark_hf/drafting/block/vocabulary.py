@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
+from accelerate.utils import align_module_device
 
 from dspark_hf.errors import CheckpointError
 
@@ -54,9 +55,14 @@ class Vocabulary:
         self.target_ids: torch.Tensor | None = None
         if spec.is_pruned and d2t is not None:
             self.target_ids = torch.arange(len(d2t)) + d2t.cpu()
+        self._loaded: dict[str, torch.Tensor] = {}
         self._rows: torch.Tensor | None = None
-        self._rows_of: tuple[Any, int] | None = None
+        self._rows_of: tuple[Any, ...] | None = None
         self.embedding(), self.head()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the rows taken from the target: a copy takes its own target's."""
+        return {**vars(self), "_rows": None, "_rows_of": None}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is the drafter's own."""
@@ -84,15 +90,18 @@ class Vocabulary:
         if self.target_ids is None:
             return weight[: self.spec.draft_vocab_size]
         version = weight._version if not weight.is_inference() else 0  # noqa: SLF001
-        key = (weight.data_ptr(), version)
-        if self._rows is None or self._rows_of != key or self._rows.dtype != weight.dtype:
+        # The parameter is held: neither its id nor its memory can come back as another's.
+        key = (weight, weight.data_ptr(), version)
+        held = self._rows_of
+        if self._rows is None or held is None or held[0] is not weight or held[1:] != key[1:]:
             self._rows = weight.detach()[self.target_ids.to(weight.device)]
             self._rows_of = key
         return self._rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return base logits (..., V_draft) of hidden states (..., d)."""
-        logits = F.linear(hidden, self.head())
+        head = self.head()
+        logits = F.linear(hidden.to(head.device), head).to(hidden.device)
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -123,7 +132,22 @@ class Vocabulary:
                 f"{self.spec.hidden_size} for this drafter; got {rows} of {width}. Use a drafter "
                 "made for this target."
             )
+        return self._load(name, module) if weight.is_meta else weight
+
+    def _load(self, name: str, module: Any) -> torch.Tensor:
+        """Return a copy of an offloaded weight, which has no values where it stands; kept."""
+        if name not in self._loaded:
+            self._loaded[name] = loaded_weight(module)
+        return self._loaded[name]
+
+
+def loaded_weight(module: Any) -> torch.Tensor:
+    """Return a module's weight, or a copy of its values on the CPU where it is offloaded."""
+    weight = cast("torch.Tensor", module.weight)
+    if not weight.is_meta:
         return weight
+    with align_module_device(module, execution_device=torch.device("cpu")):
+        return cast("torch.Tensor", module.weight).detach().clone()
 
 
 def _moved(

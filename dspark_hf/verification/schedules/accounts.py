@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from dspark_hf.verification.schedules.base import Draft
-    from dspark_hf.verification.survival import SurvivalEstimates
+    from dspark_hf.verification.schedules.base import Draft, RowOutcome
 
 START_CREDIT, MOST_CREDIT = 0.5, 2.0
 """Tokens a signal may lose before it is paused, at first and after wins."""
+WORST_STREAK = 4
+"""Rounds without an accepted token that a signal may survive after wins, whatever they cost."""
 PROBE_CREDIT = 1.5
 """Credit at which a signal is tried although its estimate speaks against it."""
 REFILL = 0.02
@@ -20,10 +21,9 @@ WORST_ROUND = 20.0
 """Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
 PROBE_TOKENS = 4
 """Draft tokens a probe verifies at most, and a drafter of unknown cost is asked for."""
-FIRST_PROBES = 3
-"""Drafts of each signal that are tried before its estimate is believed."""
-PROBE_EVERY = 24
-"""Held-back drafts of a signal after which one is tried, where no account is kept."""
+SOONEST_PROBE, LATEST_PROBE = 2, 64
+"""Held-back drafts of a signal before one is tried, where no account is kept: doubled by a probe
+that failed, up to the latest; the soonest again after one that was accepted as a whole."""
 
 
 class Accounts:
@@ -60,10 +60,10 @@ class Accounts:
             credit = self._of(signal)
             self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
 
-    def settle(self, signal: int, earned: float) -> None:
-        """Book what a draft brought, less what it cost, in tokens."""
-        credit = self._of(signal) + max(earned, -WORST_ROUND)
-        self._credit[signal] = min(credit, MOST_CREDIT)
+    def settle(self, signal: int, accepted: int, spent: float) -> None:
+        """Book a draft: the tokens it brought, and what it cost in tokens."""
+        credit = self._of(signal) + max(accepted - spent, -WORST_ROUND)
+        self._credit[signal] = min(credit, max(MOST_CREDIT, WORST_STREAK * spent))
 
     def _of(self, signal: int) -> float:
         return self._credit.get(signal, START_CREDIT)
@@ -72,18 +72,14 @@ class Accounts:
 class Probes:
     """Tries held-back signals now and then, as what is never verified can never be learned.
 
-    A probe is due by counts alone and verifies a number of tokens fixed beforehand: it looks at
-    no draft.
+    A probe is due by counts of past rounds alone and verifies a number of tokens fixed beforehand:
+    it looks at no draft.
     """
 
-    def __init__(self, estimates: SurvivalEstimates) -> None:
-        """Start counting.
-
-        Args:
-            estimates: Tell how often a signal was tested.
-        """
-        self.estimates = estimates
+    def __init__(self) -> None:
+        """Start counting."""
         self._held_back: dict[int, int] = {}
+        self._interval: dict[int, int] = {}
 
     def added(self, drafts: Sequence[Draft], lengths: Sequence[int]) -> list[int]:
         """Return the lengths with a probe for each signal that is due.
@@ -102,9 +98,18 @@ class Probes:
             if not draft.num_tokens or signal in verified:
                 continue
             self._held_back[signal] = self._held_back.get(signal, 0) + 1
-            is_new = self.estimates.num_tested(signal) < FIRST_PROBES
-            if is_new or self._held_back[signal] >= PROBE_EVERY:
+            if self._held_back[signal] >= self._interval.get(signal, SOONEST_PROBE):
                 probed[r] = min(PROBE_TOKENS, draft.num_tokens)
                 self._held_back[signal] = 0
                 verified.add(signal)
         return probed
+
+    def observe(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Set when a signal is tried next by how its drafts went."""
+        for outcome in outcomes:
+            if outcome.verified:
+                is_good = outcome.accepted == outcome.verified
+                longer = 2 * self._interval.get(outcome.signal, SOONEST_PROBE)
+                self._interval[outcome.signal] = (
+                    SOONEST_PROBE if is_good else min(longer, LATEST_PROBE)
+                )

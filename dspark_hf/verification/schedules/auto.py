@@ -61,6 +61,8 @@ class CostAwareSchedule:
         """Ask for the common length that promises most, drafting cost included."""
         room = [min(self.max_tokens, row.room) for row in rows]
         longest = max(room, default=0)
+        if self.accounts.may_pause and self.costs.needs_plain(len(rows)):
+            return [0] * len(rows)
         if not self.draft_costs.is_known:
             first = longest if self._is_block else PROBE_TOKENS
             return [min(first, most) for most in room]
@@ -69,8 +71,7 @@ class CostAwareSchedule:
             return room
         signal = self.estimates.usual_signal()
         best, best_rate = 0, len(rows) / step * MIN_GAIN
-        for length in range(1, longest + 1):
-            rate = self._rate(rows, [min(length, most) for most in room], signal)
+        for length, rate in enumerate(self._rates(rows, room, signal), start=1):
             if rate > best_rate:
                 best, best_rate = length, rate
         best = self.accounts.allowed(signal, best)
@@ -110,8 +111,8 @@ class CostAwareSchedule:
             lengths[favourite] = min(tried, drafts[favourite].num_tokens)
             idle -= {signal} if tried else set()
         self.accounts.refill(idle)
-        for draft, survival in zip(drafts, survivals, strict=True):
-            estimates.note(draft, survival)
+        for row, draft in zip(rows, drafts, strict=True):
+            estimates.note(row.row_id, draft)
         self._drafts = {row.row_id: draft for row, draft in zip(rows, drafts, strict=True)}
         return lengths
 
@@ -137,9 +138,10 @@ class CostAwareSchedule:
         drafting = drafting_s / plain * num_rows / sum(drafted.values())
         for outcome in outcomes:
             # What is drafted in any case is free for a held-back signal, or it would never return.
-            if outcome.verified or (outcome.row_id in drafted and drafting_s >= CHEAP * plain):
+            is_paid = outcome.verified > 0 or drafting_s >= CHEAP * plain
+            if is_paid and outcome.row_id in drafted:
                 spent = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
-                self.accounts.settle(outcome.signal, outcome.accepted - spent)
+                self.accounts.settle(outcome.signal, outcome.accepted, spent)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Remember what a draft of this length took."""
@@ -154,11 +156,27 @@ class CostAwareSchedule:
         context = sum(row.context for row in rows)
         return self.costs.predict(len(rows) + num_drafts, context, len(rows))
 
-    def _rate(self, rows: Sequence[RowState], lengths: Sequence[int], signal: int) -> float:
-        expected = len(rows) + sum(
-            sum(self.estimates.expected(row.row_id, signal, length))
-            for row, length in zip(rows, lengths, strict=True)
-        )
-        return expected / (
-            self._step_s(rows, sum(lengths)) + self.draft_costs.predict(max(lengths))
-        )
+    def _rates(self, rows: Sequence[RowState], room: Sequence[int], signal: int) -> list[float]:
+        """Return tokens per second of drafting 1, 2, ... tokens a row, over drafts that may come.
+
+        Of each draft the part is counted that would be verified.
+        """
+        longest = max(room)
+        steps = [
+            self._step_s(rows, sum(min(length, most) for most in room))
+            for length in range(longest + 1)
+        ]
+        drafting = [self.draft_costs.predict(length) for length in range(1, longest + 1)]
+        likely = [self.estimates.likely(row.row_id, signal, longest) for row in rows]
+        tokens_of, seconds_of = [0.0] * longest, [0.0] * longest
+        for drafts in zip(*likely, strict=True):
+            expected = best_tokens = float(len(rows))
+            best_step = steps[0]
+            for k in range(longest):
+                pairs = zip(drafts, room, strict=True)
+                expected += sum(draft[k] for draft, most in pairs if k < most)
+                if expected * best_step > best_tokens * steps[k + 1]:
+                    best_tokens, best_step = expected, steps[k + 1]
+                tokens_of[k] += best_tokens
+                seconds_of[k] += best_step + drafting[k]
+        return [tokens / seconds for tokens, seconds in zip(tokens_of, seconds_of, strict=True)]

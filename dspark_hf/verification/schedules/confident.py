@@ -28,6 +28,9 @@ ROUNDS_BACK = 2
 class _ConfidenceSchedule:
     """What the three have in common: asking, learning and probing."""
 
+    needs_costs = True
+    """Whether step costs enter, so that a round without drafts must be seen now and then."""
+
     def __init__(self, max_tokens: int, costs: StepCosts) -> None:
         """Start from priors.
 
@@ -38,10 +41,12 @@ class _ConfidenceSchedule:
         self.max_tokens = max_tokens
         self.costs = costs
         self.estimates = SurvivalEstimates()
-        self.probes = Probes(self.estimates)
+        self.probes = Probes()
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for as many tokens as there is room for."""
+        if self.needs_costs and self.costs.needs_plain(len(rows)):
+            return [0] * len(rows)
         return [min(self.max_tokens, row.room) for row in rows]
 
     def observe(
@@ -50,6 +55,7 @@ class _ConfidenceSchedule:
         """Update step costs and survival."""
         self.costs.observe(num_tokens, context, verify_s, len(outcomes))
         self.estimates.observe(outcomes)
+        self.probes.observe(outcomes)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Learn nothing: the drafts are paid for when the length is chosen."""
@@ -77,6 +83,8 @@ class ThresholdSchedule(_ConfidenceSchedule):
     threshold means does not shift while decoding. The decision on a token looks at its own
     confidence and those before it, which depend on tokens that are verified; so it is adapted.
     """
+
+    needs_costs = False
 
     def __init__(self, max_tokens: int, costs: StepCosts, threshold: float) -> None:
         """Start from priors.
@@ -151,7 +159,7 @@ class BudgetSchedule(_ConfidenceSchedule):
         for r, _ in islice(frontier(survivals), budget):
             lengths[r] += 1
         for row, draft, survival in zip(rows, drafts, survivals, strict=True):
-            self.estimates.note(draft, survival)
+            self.estimates.note(row.row_id, draft)
             if draft.confidence:
                 past = self._past.setdefault(row.row_id, deque(maxlen=ROUNDS_BACK))
                 past.append(survival)

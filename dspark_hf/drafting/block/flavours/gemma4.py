@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -42,4 +42,4 @@ class Gemma4Layer(nn.Module):
         states = states + self.post_attention_layernorm(attended)
         mapped = self.mlp(self.pre_feedforward_layernorm(states))
         states = states + self.post_feedforward_layernorm(mapped)
-        return cast("torch.Tensor", states * self.layer_scalar)
+        return states * self.layer_scalar

@@ -1,0 +1,175 @@
+"""SparsePolicy: how much of a long context a decoding step reads. Not lossless, and off by default.
+
+A step reads, per layer, the sink pages, the newest pages and the pages that promise most attention,
+chosen jointly over heads and pages; prompts are read densely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from dspark_hf.attention.pages import PAGE
+from dspark_hf.attention.predictors import BoundPredictor
+from dspark_hf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dspark_hf.attention.predictors import Predictor
+
+
+@dataclass(frozen=True)
+class StepSignals:
+    """What is known of a row before a step, for budgets that follow the input.
+
+    Attributes:
+        entropy: Of the row's latest next-token distribution, in nats; None if unknown.
+        was_rejected: Whether the latest round rejected a draft.
+        token: The newest committed token.
+        steps: Steps since the prompt.
+    """
+
+    entropy: float | None = None
+    was_rejected: bool = False
+    token: int = -1
+    steps: int = 0
+
+
+class BudgetPolicy(Protocol):
+    """Decides how many tokens a step may read per key head, before the step."""
+
+    needs_entropy: bool
+    """Whether `StepSignals.entropy` is wanted; computing it costs a softmax per step."""
+
+    def factor(self, layer: int, signals: StepSignals) -> float:
+        """Return the factor on the policy's budget for one layer and step, at least 0."""
+
+
+@dataclass(frozen=True)
+class FlatBudget:
+    """The same budget everywhere, or one factor per layer.
+
+    Attributes:
+        by_layer: Factors from calibration, one per layer; empty for 1.
+    """
+
+    by_layer: tuple[float, ...] = ()
+    needs_entropy: bool = False
+
+    def factor(self, layer: int, signals: StepSignals) -> float:  # noqa: ARG002 - the protocol's
+        """Return the layer's factor."""
+        return self.by_layer[layer] if self.by_layer else 1.0
+
+
+@dataclass(frozen=True)
+class BoostedBudget:
+    """More where the text is critical: uncertain steps, after a rejection or a delimiter, at first.
+
+    Attributes:
+        boost: Factor at critical positions.
+        entropy: Nats from which a step counts as uncertain.
+        delimiters: Token ids after which a step is critical.
+        first_steps: Steps after the prompt that are critical.
+        by_layer: Factors per layer; empty for 1.
+    """
+
+    boost: float = 2.0
+    entropy: float = 3.0
+    delimiters: frozenset[int] = frozenset()
+    first_steps: int = 4
+    by_layer: tuple[float, ...] = ()
+    needs_entropy: bool = True
+
+    def factor(self, layer: int, signals: StepSignals) -> float:
+        """Return the layer's factor, boosted at critical positions."""
+        is_critical = (
+            signals.was_rejected
+            or signals.steps < self.first_steps
+            or signals.token in self.delimiters
+            or (signals.entropy is not None and signals.entropy >= self.entropy)
+        )
+        base = self.by_layer[layer] if self.by_layer else 1.0
+        return base * self.boost if is_critical else base
+
+
+@dataclass(frozen=True)
+class SparsePolicy:
+    """What a decoding step reads of a row's full-attention layers.
+
+    Attributes:
+        tokens: Tokens read per key head on average over a layer's heads, in whole pages.
+        mass: Share of attention that must be captured by estimate, or more pages are read;
+            None reads `tokens` and no more.
+        most_tokens: Tokens at which extending ends; None for four times `tokens`.
+        sink_pages: First pages, always read.
+        recent_pages: Newest pages, always read; at least 2, as a draft may span two.
+        predictor: Scores pages.
+        budget: Factor on `tokens` by layer and step.
+        min_context: Shorter rows are read densely; None takes the measured length from which
+            reading sparsely is quicker, and never less than the budget.
+        dense_layers: Layers that are always read densely.
+    """
+
+    tokens: int = 2048
+    mass: float | None = None
+    most_tokens: int | None = None
+    sink_pages: int = 1
+    recent_pages: int = 4
+    predictor: Predictor = field(default_factory=BoundPredictor)
+    budget: BudgetPolicy = field(default_factory=FlatBudget)
+    min_context: int | None = None
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be honoured, naming the parameter."""
+        least = (self.sink_pages + self.recent_pages) * PAGE
+        if self.recent_pages < 2 or self.sink_pages < 0:
+            raise ConfigError(
+                "recent_pages must be at least 2 and sink_pages at least 0; got "
+                f"{self.recent_pages} and {self.sink_pages}."
+            )
+        if self.tokens < least:
+            raise ConfigError(
+                f"tokens must cover the {self.sink_pages} sink and {self.recent_pages} recent "
+                f"pages, {least} tokens; got {self.tokens}. Raise it or keep fewer pages."
+            )
+        if self.mass is not None and not 0 < self.mass <= 1:
+            raise ConfigError(f"mass must lie between 0 and 1, or be None; got {self.mass}.")
+        if self.most_tokens is not None and self.most_tokens < self.tokens:
+            raise ConfigError(
+                f"most_tokens must be at least tokens {self.tokens}; got {self.most_tokens}."
+            )
+
+    @property
+    def ceiling(self) -> int:
+        """Most tokens read per key head."""
+        return 4 * self.tokens if self.most_tokens is None else self.most_tokens
+
+    def replace(self, **changes: object) -> SparsePolicy:
+        """Return a copy with other values."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+PRESETS = {
+    "quality": SparsePolicy(tokens=2048, mass=0.98),
+    "fast": SparsePolicy(tokens=1024),
+}
+"""What `sparse_attention("quality")` and `"fast"` mean."""
+
+
+def resolve_policy(policy: SparsePolicy | str | None) -> SparsePolicy | None:
+    """Return the policy that a name stands for.
+
+    Args:
+        policy: A policy, one of `PRESETS`, or None for dense attention.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+    if policy is None or isinstance(policy, SparsePolicy):
+        return policy
+    if isinstance(policy, str) and policy in PRESETS:
+        return PRESETS[policy]
+    raise ConfigError(
+        f"sparse must be a SparsePolicy, one of {sorted(PRESETS)} or None; got {policy!r}."
+    )

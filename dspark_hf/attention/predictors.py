@@ -1,0 +1,84 @@
+"""Predictors: which pages the next queries will attend to, from page summaries.
+
+Source of the bound: Quest (Tang et al., 2024); softening it by alpha < 1 and averaging softmaxed
+scores over the heads of a group selects better at the same cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Predictor(Protocol):
+    """Scores pages. A frozen dataclass with this method is a predictor."""
+
+    def scores(
+        self,
+        query: torch.Tensor,  # [Hkv, R, D]
+        summary: torch.Tensor,  # [Hkv, P, 2 D]
+        layer: int,
+        scale: float,
+    ) -> torch.Tensor:  # [Hkv, R, P]
+        """Return an estimate of each page's largest logit, float32.
+
+        Args:
+            query: The queries of a row, those of one group packed: R = group * new tokens.
+            summary: Of the row's pages: middle and half spread of their keys.
+            layer: Index of the layer.
+            scale: Factor on dot products.
+        """
+
+
+@dataclass(frozen=True)
+class BoundPredictor:
+    """q . middle + alpha |q| . half: at alpha 1 no key of the page scores higher (Quest).
+
+    Attributes:
+        alpha: Share of the half spread that counts.
+    """
+
+    alpha: float = 0.5
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        summary: torch.Tensor,
+        layer: int,  # noqa: ARG002 - the protocol's signature
+        scale: float,
+    ) -> torch.Tensor:
+        """Score as the Predictor protocol says: one product of [q ; alpha |q|] and summaries."""
+        both = torch.cat([query, query.abs() * self.alpha], dim=-1)
+        # Head by head: a product over a slice of a larger buffer is several times slower in bf16.
+        parts = [torch.mm(rows, pages.T) for rows, pages in zip(both, summary, strict=True)]
+        return torch.stack(parts).float() * scale
+
+
+@dataclass(frozen=True)
+class RecentPredictor:
+    """Prefers the newest pages: with the sinks that are always kept, a window (StreamingLLM)."""
+
+    def scores(
+        self,
+        query: torch.Tensor,
+        summary: torch.Tensor,
+        layer: int,  # noqa: ARG002 - the protocol's signature
+        scale: float,  # noqa: ARG002 - as above
+    ) -> torch.Tensor:
+        """Score as the Predictor protocol says, by position alone."""
+        order = torch.arange(summary.shape[1], device=query.device, dtype=torch.float32)
+        return (order - summary.shape[1]).expand(query.shape[0], query.shape[1], -1)
+
+
+def page_weights(scores: torch.Tensor) -> torch.Tensor:
+    """Return each page's share of a group's attention: softmax per query, then the mean.
+
+    Args:
+        scores: Of shape (Hkv, R, P).
+
+    Returns:
+        torch.Tensor: Of shape (Hkv, P); each head's sum is 1.
+    """
+    return torch.softmax(scores, dim=-1).mean(dim=1)

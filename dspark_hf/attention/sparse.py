@@ -1,0 +1,268 @@
+"""Attending from a few queries of one row to selected pages of its cached context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark_hf.attention.pages import PAGE, PageSummaries
+from dspark_hf.attention.policy import StepSignals
+from dspark_hf.attention.predictors import page_weights
+
+if TYPE_CHECKING:
+    from dspark_hf.attention.policy import SparsePolicy
+
+
+@dataclass
+class SparseStats:
+    """What sparse attention read; counts over layers and steps.
+
+    Attributes:
+        calls: Attention calls that read selected pages.
+        pages_read: Pages they read, over key heads.
+        pages_held: Pages there were.
+        extensions: Times more pages were read than budgeted.
+        squares: Sum of squared pages per call and key head, for the spread.
+        means: Sum of pages per call and key head.
+    """
+
+    calls: int = 0
+    pages_read: int = 0
+    pages_held: int = 0
+    extensions: int = 0
+    squares: float = 0.0
+    means: float = 0.0
+
+    def add(self, read: int, held: int, num_heads: int) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.pages_read += read
+        self.pages_held += held * num_heads
+        self.means += read / num_heads
+        self.squares += (read / num_heads) ** 2
+
+    @property
+    def mean_pages(self) -> float:
+        """Mean pages read per call and key head."""
+        return self.means / max(self.calls, 1)
+
+    @property
+    def spread_pages(self) -> float:
+        """Standard deviation of the pages read per call and key head."""
+        variance = self.squares / max(self.calls, 1) - self.mean_pages**2
+        return max(variance, 0.0) ** 0.5
+
+    @property
+    def share(self) -> float:
+        """Pages read of those there were."""
+        return self.pages_read / max(self.pages_held, 1)
+
+
+@dataclass
+class SparseRow:
+    """A row that is read sparsely.
+
+    Attributes:
+        policy: How.
+        stats: Where reads are counted.
+        signals: What budgets follow.
+        min_context: Shorter contexts are read densely, in tokens.
+    """
+
+    policy: SparsePolicy
+    stats: SparseStats
+    min_context: int
+    signals: StepSignals = field(default_factory=StepSignals)
+
+
+@dataclass(frozen=True)
+class SparseReading:
+    """How a call's rows are read: what every one of them gets a `SparseRow` from.
+
+    Attributes:
+        policy: How.
+        stats: Where all reads are counted.
+        min_context: Shorter contexts are read densely, in tokens.
+    """
+
+    policy: SparsePolicy
+    stats: SparseStats
+    min_context: int
+
+    def row(self) -> SparseRow:
+        """Return a new row's."""
+        return SparseRow(self.policy, self.stats, self.min_context)
+
+
+def attend_pages(
+    query: torch.Tensor,  # [Hq, T, D]
+    keys: torch.Tensor,  # [slots, Hkv, positions, D]
+    values: torch.Tensor,  # [slots, Hkv, positions, Dv]
+    summaries: PageSummaries,
+    row: SparseRow,
+    *,
+    slot: int,
+    past: int,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:  # [T, Hq, Dv]
+    """Attend from a row's newest T tokens, whose keys are cached, to selected pages.
+
+    Args:
+        query: Queries, T at most the recent pages' tokens.
+        keys: The layer's cached keys, contiguous.
+        values: The layer's cached values, contiguous.
+        summaries: Of the layer's keys.
+        row: Policy, signals and statistics of the row.
+        slot: Of the row.
+        past: Tokens cached before the newest T.
+        layer: Index of the layer.
+        scale: Factor on the dot products.
+
+    Returns:
+        torch.Tensor: Of shape (T, Hq, Dv).
+
+    Numerics: logits and softmax in float32; products in the cache's type.
+    """
+    num_heads, num_queries, dim = query.shape
+    num_kv = keys.shape[1]
+    length, policy = past + num_queries, row.policy
+    packed = query.reshape(num_kv, -1, dim)
+    summary = summaries.refresh(keys, slot, length)
+    scores = policy.predictor.scores(packed, summary, layer, scale)
+    weights = page_weights(scores)
+    num_pages = weights.shape[1]
+    factor = policy.budget.factor(layer, row.signals)
+    step = max(int(policy.tokens * factor) // PAGE, policy.sink_pages + policy.recent_pages)
+    most = step if policy.mass is None else max(int(policy.ceiling * factor) // PAGE, step)
+    order = best_pages(weights, most * num_kv, policy.sink_pages, policy.recent_pages)
+    taken = min(step * num_kv, order.numel())
+    reader = _Reader(packed, keys, values, slot, past, num_queries, scale)
+    out, total = reader.read(order[:taken], num_pages)
+    while policy.mass is not None and taken < order.numel():
+        if _missing(scores, order[:taken], total) <= 1 - policy.mass:
+            break
+        end = min(taken + step * num_kv, order.numel())
+        out, total = merge(out, total, *reader.read(order[taken:end], num_pages))
+        taken = end
+        row.stats.extensions += 1
+    row.stats.add(taken, num_pages, num_kv)
+    out = out.view(num_kv, -1, num_queries, values.shape[3])
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1).to(query.dtype)
+
+
+def best_pages(
+    weights: torch.Tensor, count: int, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
+    """Return the (head, page) pairs to read, best first: those always read, then by weight.
+
+    Args:
+        weights: Of shape (Hkv, P).
+        count: How many, over all heads; all there are if fewer.
+        sink_pages: First pages, always read.
+        recent_pages: Last pages, always read.
+
+    Returns:
+        torch.Tensor: int64 of shape (count,), each h * P + p.
+    """
+    ranked = weights.clone()
+    # Shares are at most 1, so these come first.
+    ranked[:, :sink_pages] = 2.0
+    ranked[:, max(weights.shape[1] - recent_pages, 0) :] = 2.0
+    ranked = ranked.flatten()
+    return ranked.topk(min(count, ranked.numel())).indices
+
+
+def merge(
+    out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, other_total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over two disjoint sets of keys by their log-sum-exps.
+
+    Args:
+        out: Of shape (..., Dv).
+        total: Log-sum-exp of its logits, of shape (...).
+        other: As `out`, over other keys.
+        other_total: As `total`.
+    """
+    joint = torch.logaddexp(total, other_total)
+    share = (total - joint).exp()[..., None]
+    rest = (other_total - joint).exp()[..., None]
+    # A head that read nothing has log-sum-exp -inf and no output to speak of.
+    return torch.nan_to_num(out) * share + torch.nan_to_num(other) * rest, joint
+
+
+def _missing(scores: torch.Tensor, read: torch.Tensor, total: torch.Tensor) -> float:
+    """Return the estimated share of attention on pages not read, the mean over queries.
+
+    A page's mass is taken as its tokens times exp(score): with the softened bound neither an upper
+    nor a lower limit, but close on average.
+    """
+    is_read = torch.zeros_like(scores[:, 0], dtype=torch.bool)
+    is_read.view(-1)[read] = True
+    unread = scores.masked_fill(is_read[:, None], float("-inf")).logsumexp(dim=-1)
+    unread = unread + math.log(PAGE)
+    return float((unread - torch.logaddexp(unread, total)).exp().mean())
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads pages of one row and attends to them, head by head."""
+
+    packed: torch.Tensor  # [Hkv, R, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    slot: int
+    past: int
+    num_queries: int
+    scale: float
+
+    def read(self, chosen: torch.Tensor, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to (head, page) pairs.
+
+        Returns:
+            tuple: Output (Hkv, R, Dv) and log-sum-exp (Hkv, R), both float32.
+        """
+        num_kv, rows = self.packed.shape[:2]
+        chosen = chosen.sort().values
+        head, page = chosen // num_pages, chosen % num_pages
+        counts = torch.bincount(head, minlength=num_kv).tolist()
+        held = self.keys.shape[2] // PAGE
+        index = (self.slot * num_kv + head) * held + page
+        keys, values = _pages(self.keys, index), _pages(self.values, index)
+        out = self.packed.new_zeros(num_kv, rows, values.shape[-1], dtype=torch.float32)
+        total = out.new_full((num_kv, rows), float("-inf"))
+        begin = 0
+        for h, count in enumerate(counts):
+            if count:
+                span = slice(begin * PAGE, (begin + count) * PAGE)
+                logits = self._logits(self.packed[h], keys[span], page[begin : begin + count])
+                total[h] = logits.logsumexp(dim=-1)
+                weights = torch.exp(logits - total[h][:, None]).to(values.dtype)
+                out[h] = torch.mm(weights, values[span]).float()
+            begin += count
+        return out, total
+
+    def _logits(self, query: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Return logits (R, tokens), -inf for tokens behind a query or the row's end."""
+        if query.dtype == torch.float32:
+            logits = torch.mm(keys, query.T).T * self.scale
+        else:
+            logits = torch.mm(query, keys.T).float() * self.scale
+        # Only pages that hold newest tokens need a mask, and pages are in order.
+        first = self.past // PAGE
+        tail = pages[pages >= first]
+        if len(tail):
+            place = (tail[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()
+            newest = self.past + torch.arange(self.num_queries, device=pages.device)
+            hidden = (place[None] > newest[:, None]).repeat(len(query) // self.num_queries, 1)
+            logits[:, -len(place) :].masked_fill_(hidden, float("-inf"))
+        return logits
+
+
+def _pages(cached: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copy pages, as (tokens, D); whole pages at once, the quickest form of gathering on a CPU."""
+    dim = cached.shape[3]
+    return cached.view(-1, PAGE * dim).index_select(0, index).view(-1, dim)

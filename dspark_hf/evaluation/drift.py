@@ -1,0 +1,253 @@
+"""perplexity_drift: what sparse attention costs in quality, on the path that decoding takes.
+
+A prompt is read densely; then its continuation is fed step by step, once densely and once by the
+policy, over the same cached prompt. Scoring a whole text in one forward would show no drift at all,
+as selection acts on decoding steps only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dspark_hf import compat
+from dspark_hf.attention.policy import SparsePolicy, resolve_policy
+from dspark_hf.attention.sparse import SparseRow, SparseStats
+from dspark_hf.errors import ConfigError
+from dspark_hf.evaluation.corpus import read_documents
+from dspark_hf.evaluation.perplexity import encode
+from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.values import Feed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens fed at once."""
+BLOCK_TOKENS = 32
+"""Neighbouring tokens drawn together by the bootstrap: their differences are alike."""
+RESAMPLES = 2000
+INTERVAL = (2.5, 97.5)
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """Dense and sparse decoding of the same tokens.
+
+    Attributes:
+        ppl_dense: Perplexity of dense decoding steps.
+        ppl_sparse: Of steps by the policy.
+        drift: ppl_sparse / ppl_dense - 1.
+        drift_interval: 95 % bootstrap interval of the drift, over blocks of tokens, paired.
+        kl: Mean Kullback-Leibler divergence of sparse from dense distributions, in nats.
+        top1: Share of steps with the same likeliest token.
+        overlap: Mean probability mass shared: what a sampled draft would be accepted with.
+        mean_pages: Pages of 16 tokens read per layer, step and key head.
+        spread_pages: Their standard deviation.
+        share: Pages read of those there were.
+        sparse_calls: Attention calls that read selected pages; never 0.
+        scored: Tokens scored.
+        windows: Windows.
+        context: Tokens of a window.
+        step_tokens: Tokens per decoding step; above 1 they share a selection, as in verifying.
+        dense_s: Seconds of the dense steps.
+        sparse_s: Seconds of the sparse steps.
+    """
+
+    ppl_dense: float
+    ppl_sparse: float
+    drift: float
+    drift_interval: tuple[float, float]
+    kl: float
+    top1: float
+    overlap: float
+    mean_pages: float
+    spread_pages: float
+    share: float
+    sparse_calls: int
+    scored: int
+    windows: int
+    context: int
+    step_tokens: int
+    dense_s: float
+    sparse_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return asdict(self)
+
+
+@torch.inference_mode()
+def perplexity_drift(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Any = None,
+    policy: SparsePolicy | str = "quality",
+    *,
+    context: int = 8192,
+    scored: int = 4096,
+    scored_per_window: int = 512,
+    step_tokens: int = 1,
+    seed: int = 0,
+) -> DriftReport:
+    """Measure how much a sparse policy raises perplexity.
+
+    Args:
+        model: A causal LM that runs on the flat target, wrapped or not.
+        tokenizer: Its tokenizer.
+        data: See `corpus.read_documents`; None for Python's language reference.
+        policy: A `SparsePolicy`, "quality" or "fast". Its `min_context` is not applied: what is
+            asked for is the drift of sparse steps.
+        context: Tokens of a window, prompt and continuation.
+        scored: Tokens scored in all, at most; windows are spread evenly over the text.
+        scored_per_window: Last tokens of a window, fed step by step.
+        step_tokens: Tokens per step.
+        seed: Of the bootstrap.
+
+    Returns:
+        DriftReport: Perplexities, drift with its interval, and what was read.
+
+    Raises:
+        ConfigError: If the text is shorter than a window, or no step was sparse: then nothing
+            would have been measured.
+    """
+    chosen = resolve_policy(policy)
+    if chosen is None:
+        raise ConfigError("policy must be a SparsePolicy, 'quality' or 'fast'; got None.")
+    if not 0 < scored_per_window < context:
+        raise ConfigError(
+            f"scored_per_window must lie between 1 and context - 1 = {context - 1}; got "
+            f"{scored_per_window}."
+        )
+    windows = _windows(tokenizer, data, context, max(1, scored // scored_per_window))
+    pairs, stats = _Pairs(), SparseStats()
+    for ids in windows:
+        _score(model, ids, scored_per_window, step_tokens, chosen, stats, pairs)
+    if not stats.calls:
+        raise ConfigError(
+            f"the policy must act to be measured; with {context} tokens of context no step read "
+            "pages selectively. Raise context, or lower the policy's tokens."
+        )
+    return pairs.report(
+        stats,
+        windows=len(windows),
+        context=context,
+        step_tokens=step_tokens,
+        seed=seed,
+    )
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase, data: Any, context: int, count: int
+) -> list[list[int]]:
+    ids: list[int] = []
+    for document in read_documents(data):
+        ids.extend(encode(tokenizer, document))
+    if len(ids) < context:
+        raise ConfigError(
+            f"data must be at least one window of {context} tokens; got {len(ids)}. Lower context "
+            "or give more text."
+        )
+    count = min(count, max(1, len(ids) // context)) if count > 1 else 1
+    starts = [round(i * (len(ids) - context) / max(count - 1, 1)) for i in range(count)]
+    return [ids[start : start + context] for start in starts]
+
+
+class _Pairs:
+    """Per scored token, what both ways of decoding said."""
+
+    def __init__(self) -> None:
+        self.dense: list[float] = []
+        self.sparse: list[float] = []
+        self.kl: list[float] = []
+        self.same: list[float] = []
+        self.overlap: list[float] = []
+        self.seconds = [0.0, 0.0]
+
+    def add(self, dense: torch.Tensor, sparse: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Compare log probabilities (T, V) about wanted tokens (T,)."""
+        rows = torch.arange(len(wanted), device=wanted.device)
+        self.dense += (-dense[rows, wanted]).tolist()
+        self.sparse += (-sparse[rows, wanted]).tolist()
+        p, q = dense.exp(), sparse.exp()
+        self.kl += (p * (dense - sparse)).sum(dim=-1).tolist()
+        self.same += (dense.argmax(dim=-1) == sparse.argmax(dim=-1)).float().tolist()
+        self.overlap += torch.minimum(p, q).sum(dim=-1).tolist()
+
+    def report(self, stats: SparseStats, *, seed: int, **facts: Any) -> DriftReport:
+        """Sum up."""
+        dense, sparse = np.array(self.dense), np.array(self.sparse)
+        return DriftReport(
+            ppl_dense=math.exp(dense.mean()),
+            ppl_sparse=math.exp(sparse.mean()),
+            drift=math.expm1((sparse - dense).mean()),
+            drift_interval=_interval(sparse - dense, seed),
+            kl=float(np.mean(self.kl)),
+            top1=float(np.mean(self.same)),
+            overlap=float(np.mean(self.overlap)),
+            mean_pages=stats.mean_pages,
+            spread_pages=stats.spread_pages,
+            share=stats.share,
+            sparse_calls=stats.calls,
+            scored=len(dense),
+            dense_s=self.seconds[0],
+            sparse_s=self.seconds[1],
+            **facts,
+        )
+
+
+def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
+    """Return the bootstrap interval of exp(mean) - 1, drawing blocks of neighbouring tokens."""
+    count = max(1, len(differences) // BLOCK_TOKENS)
+    blocks = np.array([part.mean() for part in np.array_split(differences, count)])
+    drawn = np.random.default_rng(seed).integers(0, count, size=(RESAMPLES, count))
+    means = np.expm1(blocks[drawn].mean(axis=1))
+    low, high = np.percentile(means, INTERVAL)
+    return float(low), float(high)
+
+
+def _score(
+    model: PreTrainedModel,
+    ids: list[int],
+    num_scored: int,
+    step_tokens: int,
+    policy: SparsePolicy,
+    stats: SparseStats,
+    pairs: _Pairs,
+) -> None:
+    """Decode a window's last tokens densely, go back, and decode them by the policy."""
+    target = FlatTarget(model, len(ids) + step_tokens)
+    first = len(ids) - num_scored - 1
+    for begin in range(0, first, PREFILL_TOKENS):
+        target.forward([Feed(0, ids[begin : min(begin + PREFILL_TOKENS, first)], 1)])
+    dense, pairs.seconds[0] = _steps(target, ids, first, step_tokens, pairs.seconds[0])
+    target.rollback(0, first)
+    target.read_sparsely(0, SparseRow(policy, stats, 0))
+    sparse, pairs.seconds[1] = _steps(target, ids, first, step_tokens, pairs.seconds[1])
+    wanted = torch.tensor(ids[first + 1 :], device=compat.input_device(model))
+    for a, b, token in zip(
+        dense.split(BLOCK_TOKENS),
+        sparse.split(BLOCK_TOKENS),
+        wanted.split(BLOCK_TOKENS),
+        strict=True,
+    ):
+        pairs.add(torch.log_softmax(a.float(), -1), torch.log_softmax(b.float(), -1), token)
+
+
+def _steps(
+    target: FlatTarget, ids: list[int], first: int, step_tokens: int, seconds: float
+) -> tuple[torch.Tensor, float]:
+    """Feed ids[first:-1] step by step; return the logits (T, V) and the seconds so far."""
+    parts = []
+    for begin in range(first, len(ids) - 1, step_tokens):
+        fed = ids[begin : min(begin + step_tokens, len(ids) - 1)]
+        start = perf_counter()
+        logits = target.forward([Feed(0, fed, len(fed))])[0]
+        seconds += perf_counter() - start
+        parts.append(logits)
+    return torch.cat(parts), seconds

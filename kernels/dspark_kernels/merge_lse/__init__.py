@@ -1,0 +1,1 @@
+"""Merges attention outputs over disjoint sets of keys by their log-sum-exp."""

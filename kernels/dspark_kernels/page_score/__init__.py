@@ -1,0 +1,1 @@
+"""Scores cache pages for the newest queries by a softened bound on their attention."""

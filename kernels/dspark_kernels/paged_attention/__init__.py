@@ -1,0 +1,1 @@
+"""Attention of a few new tokens per row over a list of cache pages."""

@@ -1,0 +1,179 @@
+"""Calibration: never measured on what it was fitted on, not biased by ends, state left as found."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny
+from block_drafters import block_drafter
+from dspark_hf import DSparkForCausalLM
+from dspark_hf.data import Prompt
+from dspark_hf.drafting.choice import choose_between
+from dspark_hf.drafting.lookup import LookupDrafter
+from dspark_hf.errors import ConfigError
+from dspark_hf.evaluation import calibrate, calibrate_drafter
+from dspark_hf.evaluation.calibrate import fit, outcomes_at, survivals
+from dspark_hf.evaluation.figures import position_figures
+from dspark_hf.evaluation.rounds import BlockRounds, Observed, PromptRounds, collect_rounds
+from dspark_hf.metrics import SpeculationRecord
+from dspark_hf.tracing import RoundTrace
+from harness import toy_tokenizer, wrapped
+
+TEXTS = ["abacadaeaf", "bbbcbdbebf", "cacbcccdce", "ddefabcdab", "kakbkckdke", "hahbhchdhe"]
+END = 3
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return toy_tokenizer()
+
+
+def taught(model: Any, tokenizer: Any, **changes: Any) -> Any:
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    texts = [tiny.plain_generate(model, [ids], max_new_tokens=24)[0].tolist() for ids in prompts]
+    return block_drafter(model, texts=texts[::2], **changes)
+
+
+def simulated(seed: int, heat: float, num_rounds: int = 6000, size: int = 4) -> BlockRounds:
+    """Rounds whose stated logits are `heat` times the true ones."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(1.0, 1.0, (num_rounds, size))
+    kept = generator.random((num_rounds, size)) < 1 / (1 + np.exp(-logits))
+    accepted = np.cumprod(kept, axis=1).sum(axis=1)
+    return BlockRounds(heat * logits, np.full(num_rounds, size), accepted)
+
+
+def test_temperatures_undo_overconfidence_on_rounds_they_never_saw() -> None:
+    found = fit(simulated(0, 3.0), simulated(1, 3.0), num_prompts=2, sampling=(0.0,))
+    assert all(2.0 < t < 4.5 for t in found.temperatures[:3])
+    assert all(a < b for a, b in zip(found.ece_after, found.ece_before, strict=True))
+    assert max(found.ece_after) < 0.03
+    assert all(auc is not None and auc > 0.6 for auc in found.auc)
+    assert found.num_rounds == found.num_fitted + found.num_held_out == 12000
+
+
+def test_errors_come_from_the_half_that_was_not_fitted_on(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves: list[BlockRounds] = []
+
+    def seen(fitted: BlockRounds, held: BlockRounds, **rest: Any) -> Any:
+        halves.extend([fitted, held])
+        return fit(fitted, held, **rest)
+
+    monkeypatch.setattr(calibrate, "fit", seen)
+    drafter = taught(model, tokenizer)
+    with wrapped(model, drafter):
+        found = calibrate_drafter(model, tokenizer, TEXTS, max_new_tokens=24)
+        decoded = [
+            collect_rounds(
+                model, tokenizer, [Prompt(t, "all", t) for t in TEXTS], num_drafts=5,
+                max_new_tokens=24, temperature=temperature,
+            )
+            for temperature in (0.0, 1.0)
+        ]  # fmt: skip
+    even = [prompt for part in decoded for prompt in part[::2]]
+    odd = [prompt for part in decoded for prompt in part[1::2]]
+    for half, prompts in zip(halves, (even, odd), strict=True):
+        expected = BlockRounds.of(prompts, 5)
+        assert np.array_equal(half.accepted, expected.accepted)
+        assert np.allclose(half.logits, expected.logits, equal_nan=True)
+    assert found.num_fitted == len(halves[0].whole())
+    assert found.num_held_out == len(halves[1])
+    assert (found.num_prompts, found.sampling) == (6, (0.0, 1.0))
+
+
+def test_calibrating_fits_raw_confidences_and_uses_the_result(model: Any, tokenizer: Any) -> None:
+    drafter = taught(model, tokenizer, temperatures=(9.0,) * 5)
+    with wrapped(model, drafter):
+        plain = calibrate_drafter(model, tokenizer, TEXTS, max_new_tokens=16, temperatures=(0.0,))
+        assert drafter.temperatures == (9.0,) * 5
+        again = model.dspark.calibrate(TEXTS, tokenizer, max_new_tokens=16, temperatures=(0.0,))
+        assert again == plain
+        assert drafter.temperatures == again.temperatures
+        assert len(again.temperatures) == 5
+
+
+def test_a_failure_leaves_drafter_and_temperatures_as_found(model: Any, tokenizer: Any) -> None:
+    block = taught(model, tokenizer, temperatures=(2.0,) * 5)
+    choice = choose_between([LookupDrafter(), block])
+    with wrapped(model, choice):
+        with pytest.raises(ConfigError, match="both halves"):
+            model.dspark.calibrate(TEXTS[:1], tokenizer, max_new_tokens=16)
+        assert model.dspark.drafter is choice
+        assert block.temperatures == (2.0,) * 5
+        model.dspark.calibrate(TEXTS, tokenizer, max_new_tokens=16, temperatures=(1.0,))
+        assert model.dspark.drafter is choice
+        assert block.temperatures != (2.0,) * 5
+
+
+@pytest.mark.parametrize("drafter", [None, "lookup"])
+def test_only_block_drafters_can_be_calibrated(model: Any, tokenizer: Any, drafter: Any) -> None:
+    with (
+        wrapped(model, drafter),
+        pytest.raises(ConfigError, match=r"wrapped with a block drafter; got drafter"),
+    ):
+        model.dspark.calibrate(TEXTS, tokenizer)
+    with pytest.raises(ConfigError, match="wrapped with a block drafter"):
+        calibrate_drafter(DSparkForCausalLM.unwrap(model), tokenizer, TEXTS)
+
+
+def test_a_drafter_without_a_confidence_head_is_refused(model: Any, tokenizer: Any) -> None:
+    drafter = block_drafter(model, has_confidence=False, confidence_sees_token=False)
+    with wrapped(model, drafter), pytest.raises(ConfigError, match="confidence head"):
+        model.dspark.calibrate(TEXTS, tokenizer, max_new_tokens=16)
+
+
+def test_wrong_temperatures_and_an_unwrapped_model_are_refused(model: Any, tokenizer: Any) -> None:
+    prompts = [Prompt("a", "all", TEXTS[0])]
+    with wrapped(model, taught(model, tokenizer)), pytest.raises(ConfigError, match="at least 0"):
+        calibrate_drafter(model, tokenizer, TEXTS, temperatures=(-1.0,))
+    with pytest.raises(ConfigError, match="wrapped with a drafter"):
+        collect_rounds(
+            model, tokenizer, prompts, num_drafts=3, max_new_tokens=8, temperature=0.0
+        )  # fmt: skip
+
+
+def test_texts_that_end_do_not_bias_what_survives() -> None:
+    """Each token survives with probability 0.7; end tokens are drafted often and end the text."""
+    generator, rate, size = np.random.default_rng(4), 0.7, 4
+    rounds, naive = [], []
+    for _ in range(20_000):
+        drafted = tuple(END if x < 0.25 else 9 for x in generator.random(size))
+        kept = int(np.cumprod(generator.random(size) < rate).sum())
+        end = next((k for k in range(kept) if drafted[k] == END), None)
+        accepted = kept if end is None else end + 1
+        emitted = (*drafted[:accepted], *(() if end is not None else (5,)))
+        trace = RoundTrace(
+            0, 0, 0, 4, "d", 0, drafted, (0.5,) * size, size, accepted, emitted, end is not None
+        )
+        rounds.append(Observed((0.0,) * size, size, trace.num_known({END}), accepted))
+        naive.append(accepted)
+    stacked = BlockRounds.of(
+        [PromptRounds("p", "all", 0.0, SpeculationRecord(), tuple(rounds))], size
+    )
+    stated = survivals(stacked, (1.0,) * size)
+    for k in range(size):
+        _, survived = outcomes_at(stacked, stated, k)
+        assert math.isclose(survived.mean(), rate ** (k + 1), abs_tol=0.02)
+        assert math.isclose(position_figures(stacked)[k]["rate"], rate, abs_tol=0.03)
+    assert np.mean(np.array(naive) > 3) < rate**4 - 0.05
+
+
+def test_a_result_is_json_with_what_a_drafter_loads() -> None:
+    found = fit(simulated(2, 1.0, 400), simulated(3, 1.0, 400), num_prompts=4, sampling=(0.0, 1.0))
+    stored = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert stored["temperatures"] == [round(t, 6) for t in found.temperatures]
+    assert (stored["num_rounds"], stored["num_fitted"], stored["num_prompts"]) == (800, 400, 4)
+    none = BlockRounds(np.ones((5, 2)), np.full(5, 2), np.zeros(5, dtype=np.int64))
+    assert fit(none, none, num_prompts=2, sampling=(0.0,)).to_dict()["auc"] == [None, None]
