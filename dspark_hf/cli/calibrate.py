@@ -52,6 +52,7 @@ def calibrate(
             f"--out must name a file where --drafter is no local folder; got drafter {drafter!r}."
         )
     path = Path(drafter) / CALIBRATION if out is None else out
+    path.parent.mkdir(parents=True, exist_ok=True)
     chosen = calibration_prompts(limit) if prompts is None else read_prompts(prompts, limit)
     wrapped, tokenizer = session.load(model, drafter, dtype)
     temperatures = tuple(temperature or TEMPERATURES)

@@ -76,6 +76,7 @@ def generate(
             title=f"{Path(model).name}, drafter {Path(drafter).name}",
             first=[ids[0] if ids else None for ids in run.ids],
         )
+        Path(trace).parent.mkdir(parents=True, exist_ok=True)
         Path(trace).write_text(page, encoding="utf-8")
         console.print(f"Every round is in {trace}.", soft_wrap=True)
     if compare:

@@ -21,9 +21,9 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
         results: A result file's contents.
 
     Returns:
-        dict[str, list[Table]]: "acceptance", "positions", of block drafters "depth", and where the drafter has
-        confidences "calibration" and "threshold", and where others were evaluated "against"; one
-        table per run in each.
+        dict[str, list[Table]]: "acceptance" and "positions"; "depth" of block drafters,
+        "calibration" and "threshold" of those with confidences, "against" where others were
+        evaluated. One table per run in each.
     """
     tables: dict[str, list[Table]] = {}
     for run in results["runs"].values():

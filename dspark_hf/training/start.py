@@ -12,16 +12,23 @@ from dspark_hf import compat
 from dspark_hf.drafting.block.taps import decoder_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from transformers import PreTrainedModel
 
     from dspark_hf.drafting.block.model import BlockModel
+    from dspark_hf.training.data import Text
 
 logger = logging.getLogger(__name__)
 
 NEW_STD = 0.02
 """Spread of parameters that start at random."""
+MOST_BIGRAM_ROWS, MOST_BIGRAM_ENTRIES = 8192, 2**26
+"""Tokens whose followers are counted, and numbers of the table: 256 MiB."""
+UNIGRAM_TOKENS = 20.0
+"""Weight of the overall frequencies in each token's own, in tokens."""
+QUIET = 0.1
+"""What the backbone's scores begin with where the sequential head already knows something."""
 _SHARED = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -87,6 +94,65 @@ def start_from_target(
         copied.append("norm")
     logger.info("Started from the target: %s.", ", ".join(copied))
     return copied
+
+
+@torch.no_grad()
+def start_from_bigrams(
+    model: BlockModel, texts: Iterable[Text], target_ids: torch.Tensor | None
+) -> None:
+    """Let the sequential head begin with which token follows which in the answers.
+
+    W1 W2^T becomes the nearest product of the head's rank to the smoothed log frequencies, in the
+    norm weighted by how often both tokens occur. The final norm is turned down, so that the
+    backbone's first, wrong scores do not drown it. Does nothing for heads that are not linear.
+
+    Args:
+        model: Initialised drafter.
+        texts: To count in.
+        target_ids: The target's ids of the draft vocabulary, ascending; None for all.
+    """
+    head = model.markov_head
+    if head is None or head.kind == "rnn":
+        return
+    size, rank = model.spec.draft_vocab_size, model.spec.markov_rank
+    draft_ids = torch.arange(model.spec.vocab_size)
+    if target_ids is not None:
+        draft_ids = torch.full_like(draft_ids, -1)
+        draft_ids[target_ids] = torch.arange(size)
+    pairs = [torch.tensor(text.ids[max(text.start - 1, 0) :]).unfold(0, 2, 1) for text in texts]
+    before, after = torch.cat(pairs).unbind(dim=1)
+    after = draft_ids[after]
+    before, after = before[after >= 0], after[after >= 0]
+    common = torch.bincount(before, minlength=model.spec.vocab_size)
+    num_rows = min(MOST_BIGRAM_ENTRIES // size, MOST_BIGRAM_ROWS, int((common > 0).sum()))
+    rows = common.topk(num_rows).indices
+    places = torch.full_like(common, -1)
+    places[rows] = torch.arange(num_rows)
+    known = places[before] >= 0
+    counts = torch.zeros(num_rows, size)
+    counts.index_put_((places[before[known]], after[known]), torch.ones(1), accumulate=True)
+    share = torch.bincount(after, minlength=size).float() + 0.5
+    share /= share.sum()
+    total = counts.sum(dim=1, keepdim=True)
+    logs = ((counts + UNIGRAM_TOKENS * share) / (total + UNIGRAM_TOKENS)).log()
+    # The last row stands for all tokens not counted: what follows any token.
+    logs = torch.cat([logs, share.log()[None]])
+    logs -= (logs * share).sum(dim=1, keepdim=True)
+    by_row = torch.cat([total, total.new_ones(1, 1)]).clamp_min(1.0).sqrt()
+    by_column = share.sqrt()
+    rank = min(rank, *logs.shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        left, sizes, right = torch.svd_lowrank(by_row * logs * by_column, q=rank, niter=4)
+    first, second = left * sizes / by_row, right / by_column[:, None]
+    balance = (first.square().mean() / second.square().mean()) ** 0.25
+    first, second = first / balance, second * balance
+    gain = 2.0 if head.kind == "gated" else 1.0
+    head.markov_w1.weight[:, :rank] = gain * first[-1]
+    head.markov_w1.weight[rows, :rank] = gain * first[:-1]
+    head.markov_w2.weight[:, :rank] = second
+    if model.norm.weight is not None:
+        model.norm.weight.mul_(QUIET)
 
 
 def _child(module: nn.Module | None, path: str) -> nn.Module | None:

@@ -134,6 +134,7 @@ def write_texts(
         writer = _Writer(file, out / FACTS_FILE, facts, request)
         for record in done.values():
             writer.count(record)
+        writer.start()
         _write(request, model, tokenizer, set(done), writer)
         writer.finish()
     return path
@@ -149,26 +150,31 @@ class _Writer:
         self.before = float(facts.get("seconds", 0.0))
         self.begin = perf_counter()
         self.texts = self.tokens = self.answer_tokens = self.skipped = 0
+        self.wanted = request.tokens
+        self.bar: Any = None
+
+    def start(self) -> None:
         self.bar = tqdm(
-            total=request.tokens,
+            total=self.wanted,
+            initial=self.answer_tokens,
             desc="texts",
             unit="tok",
             unit_scale=True,
             disable=not sys.stderr.isatty(),
         )
 
-    def count(self, record: Mapping[str, Any]) -> None:
-        answer = len(record["ids"]) - record["answer_start"]
+    def count(self, record: Mapping[str, Any]) -> int:
+        answer = len(record["ids"]) - int(record["answer_start"])
         self.texts += 1
         self.tokens += len(record["ids"])
         self.answer_tokens += answer
-        self.bar.update(answer)
+        return answer
 
     def add(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
         # What is finished survives a kill.
         self.file.flush()
-        self.count(record)
+        self.bar.update(self.count(record))
         if self.texts % FACTS_EVERY == 0:
             self.save(complete=False)
 

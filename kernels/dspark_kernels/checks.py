@@ -32,7 +32,7 @@ def require_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | str]) -
         isinstance(want, str) or size == want for size, want in zip(got, wanted, strict=True)
     )
     if not fits:
-        text = ", ".join(str(size) for size in wanted)
+        text = ", ".join(str(size) for size in wanted) + "," * (len(wanted) == 1)
         raise ValueError(f"{name} must have shape ({text}); got {got}. Reshape or pad it.")
 
 

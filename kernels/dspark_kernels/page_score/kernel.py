@@ -145,9 +145,14 @@ def _page_weight_fwd_kernel(
     tl.store(p_out + i_list * max_pages + o_p, b_mean, mask=o_p < max_pages)
 
 
-def choose(dim: int, element_bytes: int) -> Launch:
-    """Return the launch options for a head width and an element size."""
-    return LAUNCHES[element_bytes, min(256, power_of_two(dim, 64))]
+WIDE_TILE = 64
+"""From so many query rows on a program takes 8 warps, or its sums spill."""
+
+
+def choose(dim: int, element_bytes: int, tile_rows: int) -> Launch:
+    """Return the launch options for a head width, an element size and a tile's rows."""
+    launch = LAUNCHES[element_bytes, min(256, power_of_two(dim, 64))]
+    return launch if tile_rows < WIDE_TILE else Launch(launch.block, 8, launch.num_stages)
 
 
 def constants(group: int, num_queries: int, launch: Launch) -> dict[str, object]:
@@ -173,10 +178,10 @@ def page_score_fwd(
     num_kv, max_pages = centre.shape[1], out.shape[-1]
     if out.numel() == 0:
         return
-    launch = choose(dim, query.element_size())
+    tile_rows = num_heads // num_kv * most
+    launch = choose(dim, query.element_size(), tile_rows)
     shared = constants(num_heads // num_kv, most, launch)
     blocks = ceil_div(max_pages, launch.block)
-    tile_rows = num_heads // num_kv * most
     scores = out.new_empty(num_rows, num_kv, tile_rows, max_pages)
     tops = out.new_empty(num_rows, num_kv, blocks, tile_rows)
     sums = torch.empty_like(tops)
@@ -202,7 +207,7 @@ def builds() ->  list[Build]:
     """Return the variants that are compiled ahead of time."""
     found = []
     for dtype, dim, group, tokens in REGIMES:
-        launch = choose(dim, 4 if dtype == "fp32" else 2)
+        launch = choose(dim, 4 if dtype == "fp32" else 2, group * tokens)
         shared = constants(group, tokens, launch)
         pointers = dict.fromkeys(("p_q", "p_centre", "p_half"), dtype)
         pointers |= dict.fromkeys(("p_slots", "p_pages", "p_real"), "i64")

@@ -16,6 +16,8 @@ MAX_TILE = 16_384
 """Query rows times value width of one accumulator: 128 registers a thread with 4 warps."""
 WIDE_TILE = 8_192
 """From here on a tile takes 8 warps."""
+TALL_TILE = 128
+"""From so many query rows on fewer keys are taken per step, or scores spill."""
 
 LAUNCHES = {  # (bytes per element, width of the wider head): keys per step
     (2, 64): Launch(block=64, num_warps=4, num_stages=3),
@@ -121,9 +123,9 @@ def choose(dim: int, dim_v: int, element_bytes: int, tile_rows: int) -> Launch:
     """Return the launch options for head widths, an element size and a tile's rows."""
     width = min(256, power_of_two(max(dim, dim_v), 64))
     launch = LAUNCHES[element_bytes, width]
-    if tile_rows * power_of_two(dim_v, MIN_DOT) >= WIDE_TILE:
-        return Launch(launch.block, 8, launch.num_stages)
-    return launch
+    if tile_rows * power_of_two(dim_v, MIN_DOT) < WIDE_TILE:
+        return launch
+    return Launch(launch.block if tile_rows < TALL_TILE else 32, 8, launch.num_stages)
 
 
 def constants(

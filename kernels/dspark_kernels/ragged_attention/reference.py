@@ -33,7 +33,7 @@ def packed_attention_reference(
     """
     num_rows, num_heads, num_queries, _ = query.shape
     group = num_heads // key.shape[1]
-    out = torch.zeros(num_rows, num_queries, num_heads, value.shape[-1], dtype=dtype)
+    out = query.new_zeros(num_rows, num_queries, num_heads, value.shape[-1], dtype=dtype)
     for row in range(num_rows):
         for head in range(num_heads):
             keys, values = key[row, head // group].to(dtype), value[row, head // group].to(dtype)
@@ -54,3 +54,33 @@ def packed_attention_reference(
                     total = total + torch.exp(sinks[head].to(dtype) - scores[seen].max())
                 out[row, i, head] = (weights / total) @ values[seen]
     return out.to(query.dtype)
+
+
+def ragged_attention_reference(
+    query: torch.Tensor,  # [N, Hq, D]
+    key: torch.Tensor,  # [slots, Hkv, S, D]
+    value: torch.Tensor,  # [slots, Hkv, S, Dv]
+    segments: list[tuple[int, int, int]],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq]
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # [N, Hq, Dv]
+    """Attend as `ragged_attention`: each run by `packed_attention_reference`."""
+    outs, start = [query.new_empty(0, query.shape[1], value.shape[-1])], 0
+    for slot, past, count in segments:
+        place = torch.arange(past, past + count, device=query.device)[:, None]
+        position = torch.arange(past + count, device=query.device)
+        visible = position <= place
+        if window is not None:
+            visible &= position > place - window
+        rows = query[start : start + count].transpose(0, 1)[None]
+        cached = slice(slot, slot + 1), slice(None), slice(0, past + count)
+        form = {"scale": scale, "softcap": softcap, "sinks": sinks, "dtype": dtype}
+        outs.append(
+            packed_attention_reference(rows, key[cached], value[cached], visible[None], **form)[0]
+        )
+        start += count
+    return torch.cat(outs)

@@ -1,0 +1,1 @@
+"""Keeps the middle and the spread of every cache page's keys."""

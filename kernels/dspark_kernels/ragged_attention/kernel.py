@@ -1,0 +1,234 @@
+"""Triton: dense attention of ragged token runs; a group's heads and a run's tokens are one tile.
+
+Short runs (decoding, drafts) are split along the keys and merged; long ones (prompts) are not. Both
+depend on the run alone, so a row's result does not depend on what it is batched with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark_kernels.merge_lse.kernel import merge_lse_fwd
+from dspark_kernels.online_softmax import attend_tile, finish
+from dspark_kernels.ragged_attention.tiling import NO_SPLIT, SPLIT_TOKENS, Tile, plan_tiles
+from dspark_kernels.tiles import LOG2_E, MIN_DOT, Build, Launch, power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LAUNCHES = {  # (bytes per element, width of the wider head): keys per step
+    (2, 64): Launch(block=64, num_warps=4, num_stages=3),
+    (2, 128): Launch(block=64, num_warps=4, num_stages=2),
+    (2, 256): Launch(block=32, num_warps=4, num_stages=2),
+    (4, 64): Launch(block=32, num_warps=4, num_stages=2),
+    (4, 128): Launch(block=16, num_warps=4, num_stages=2),
+    (4, 256): Launch(block=16, num_warps=8, num_stages=1),
+}
+WIDE_TILE = 8_192
+"""Query rows times value width from which a tile takes 8 warps."""
+
+
+@triton.jit
+def _ragged_attention_fwd_kernel(
+    p_q,  # [N, Hq, D]
+    p_k,  # [slots, Hkv, S, D]
+    p_v,  # [slots, Hkv, S, Dv]
+    p_sinks,  # [Hq] float32
+    p_tiles,  # [tiles, 4] int32: slot, position of the first token, its place in N, tokens
+    p_out,  # [splits, N, Hq, Dv]
+    p_lse,  # [splits, N, Hq] float32
+    scale,
+    cap,
+    num_tokens,
+    num_kv,
+    window,
+    split_tokens,
+    stride_q_token,
+    stride_q_head,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_token,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_token,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
+    LOG2E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    i_tile = tl.program_id(0)
+    i_kv = tl.program_id(1)
+    i_split = tl.program_id(2)
+    b_slot = tl.load(p_tiles + i_tile * 4).to(tl.int64)
+    b_first = tl.load(p_tiles + i_tile * 4 + 1)
+    b_start = tl.load(p_tiles + i_tile * 4 + 2)
+    b_count = tl.load(p_tiles + i_tile * 4 + 3)
+
+    o_m = tl.arange(0, BLOCK_M)  # [M]: token, then head within the group
+    o_n = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_dv = tl.arange(0, BLOCK_DV)
+    o_token = o_m // GROUP
+    o_head = i_kv * GROUP + o_m % GROUP
+    m_row = o_token < b_count
+    b_place = b_first + o_token  # [M]: position
+    o_at = (b_start + o_token).to(tl.int64)  # [M]: place in N
+    o_q = o_at * stride_q_token + o_head.to(tl.int64) * stride_q_head
+    m_q = m_row[:, None] & (o_d < D)[None, :]
+    b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [M, D]
+
+    b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_l = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        if i_split == 0:  # a sink is one more score without a value, counted once
+            b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32)
+            b_m = b_sink * LOG2E
+            b_l += 1.0
+    b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    p_keys = p_k + b_slot * stride_k_slot + i_kv.to(tl.int64) * stride_k_head
+    p_values = p_v + b_slot * stride_v_slot + i_kv.to(tl.int64) * stride_v_head
+    b_end = b_first + b_count
+    b_low = 0
+    if HAS_WINDOW:
+        b_low = tl.maximum(b_first + 1 - window, 0) // BLOCK_N * BLOCK_N
+    b_low = b_low + i_split * split_tokens
+    b_high = tl.minimum(b_end, b_low + split_tokens)
+    for i_key in range(b_low, b_high, BLOCK_N):
+        o_key = i_key + o_n  # [N]: position in the cache
+        m_key = o_key < b_high
+        o_row = o_key.to(tl.int64)
+        p_tile = p_keys + o_row[None, :] * stride_k_token + o_d[:, None]
+        b_k = tl.load(p_tile, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)  # [D, N]
+        p_tile = p_values + o_row[:, None] * stride_v_token + o_dv[None, :]
+        b_v = tl.load(p_tile, mask=m_key[:, None] & (o_dv < DV)[None, :], other=0.0)  # [N, Dv]
+        m_seen = m_row[:, None] & m_key[None, :] & (o_key[None, :] <= b_place[:, None])
+        if HAS_WINDOW:
+            m_seen = m_seen & (o_key[None, :] > b_place[:, None] - window)
+        b_acc, b_m, b_l = attend_tile(b_q, b_k, b_v, m_seen, b_acc, b_m, b_l, scale, cap, HAS_CAP)
+
+    b_out, b_lse = finish(b_acc, b_m, b_l)
+    o_out = (i_split.to(tl.int64) * num_tokens + o_at) * (num_kv * GROUP) + o_head  # [M]
+    tl.store(p_lse + o_out, b_lse, mask=m_row)
+    m_out = m_row
+    if IS_PARTIAL:
+        m_out = m_row & (b_l > 0)  # the merge reads no part whose log-sum-exp is -inf
+    m_store = m_out[:, None] & (o_dv < DV)[None, :]
+    p_rows = p_out + o_out[:, None] * DV + o_dv[None, :]
+    tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_store)
+
+
+def choose(dim: int, dim_v: int, element_bytes: int, tile_rows: int) -> Launch:
+    """Return the launch options for head widths, an element size and a tile's rows."""
+    launch = LAUNCHES[element_bytes, min(256, power_of_two(max(dim, dim_v), 64))]
+    if tile_rows * power_of_two(dim_v, MIN_DOT) >= WIDE_TILE:
+        return Launch(launch.block, 8, launch.num_stages)
+    return launch
+
+
+def constants(
+    group: int, dims: tuple[int, int], tile_rows: int, block_n: int, features: dict[str, bool]
+) -> dict[str, object]:
+    """Return the compile-time arguments of a regime; `features` are its HAS_ and IS_ flags."""
+    return {
+        "GROUP": group,
+        "D": dims[0],
+        "DV": dims[1],
+        "LOG2E": LOG2_E,
+        "BLOCK_M": tile_rows,
+        "BLOCK_N": block_n,
+        "BLOCK_D": power_of_two(dims[0], MIN_DOT),
+        "BLOCK_DV": power_of_two(dims[1], MIN_DOT),
+        **features,
+    }
+
+
+def ragged_attention_fwd(
+    query: torch.Tensor,  # [N, Hq, D]
+    key: torch.Tensor,  # [slots, Hkv, S, D]
+    value: torch.Tensor,  # [slots, Hkv, S, Dv]
+    segments: Sequence[tuple[int, int, int]],
+    out: torch.Tensor,  # [N, Hq, Dv]
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [Hq]
+) -> None:
+    """Launch the kernel once per tile height, and the merge where short runs are split."""
+    num_tokens, num_heads, dim = query.shape
+    num_kv, dim_v = key.shape[1], value.shape[-1]
+    group = num_heads // num_kv
+    plan = plan_tiles(segments, group, window)
+    features = {
+        "HAS_WINDOW": window is not None,
+        "HAS_CAP": softcap is not None,
+        "HAS_SINKS": sinks is not None,
+    }
+
+    def launch(
+        tiles: list[Tile], rows: int, split: int, num_splits: int, target: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> None:  # fmt: skip
+        table = torch.tensor(tiles, dtype=torch.int32, device=query.device)
+        chosen = choose(dim, dim_v, key.element_size(), rows)
+        flags = {**features, "IS_PARTIAL": num_splits > 1}
+        _ragged_attention_fwd_kernel[(len(tiles), num_kv, num_splits)](
+            query, key, value, query if sinks is None else sinks, table, target, sums,
+            scale, softcap or 0.0, num_tokens, num_kv, window or 0, split,
+            *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
+            **constants(group, (dim, dim_v), rows, chosen.block, flags),
+            num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        )  # fmt: skip
+
+    lse = out.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    part_out, part_lse = out, lse
+    if plan.num_splits > 1:
+        shape = (plan.num_splits, num_tokens, num_heads)
+        part_out = out.new_empty((*shape, dim_v), dtype=torch.float32)
+        part_lse = torch.full(shape, -torch.inf, device=out.device)
+    for rows, tiles in plan.short.items():
+        launch(tiles, rows, SPLIT_TOKENS, plan.num_splits, part_out, part_lse)
+    if plan.num_splits > 1:
+        merge_lse_fwd(part_out, part_lse, out, lse)
+    if plan.long:  # after the merge, which leaves zeros where the long runs' rows go
+        launch(plan.long, plan.long_rows, NO_SPLIT, 1, out, lse)
+
+
+REGIMES = (("bf16", 128, 4, 16), ("bf16", 128, 4, 64), ("bf16", 256, 8, 64), ("fp32", 128, 4, 64))
+"""Type, head width, group and tile height of the variants compiled ahead of time."""
+
+
+def builds() -> list[Build]:
+    """Return the variants that are compiled ahead of time."""
+    plain = dict.fromkeys(("HAS_WINDOW", "HAS_CAP", "HAS_SINKS", "IS_PARTIAL"), False)
+    found = [_build(*regime, plain) for regime in REGIMES]
+    everything = dict.fromkeys(plain, True)
+    return [*found, _build("bf16", 128, 4, 32, everything)]
+
+
+def _build(dtype: str, dim: int, group: int, rows: int, features: dict[str, bool]) -> Build:
+    launch = choose(dim, dim, 4 if dtype == "fp32" else 2, rows)
+    pointers = dict.fromkeys(("p_q", "p_k", "p_v"), dtype)
+    pointers |= {"p_sinks": "fp32", "p_tiles": "i32", "p_lse": "fp32"}
+    pointers["p_out"] = "fp32" if features["IS_PARTIAL"] else dtype
+    every = " window cap sinks" * features["HAS_WINDOW"]
+    return Build(
+        name=f"{dtype} D{dim} G{group} M{rows}{every}",
+        kernel=_ragged_attention_fwd_kernel,
+        pointers=pointers,
+        constants=constants(group, (dim, dim), rows, launch.block, features),
+        launch=launch,
+        floats=("scale", "cap"),
+    )

@@ -1,0 +1,73 @@
+"""Which tiles of rows a ragged step is made of; plain Python, from the runs alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dspark_kernels.tiles import MIN_DOT, ceil_div, power_of_two
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SPLIT_TOKENS = 512
+"""Keys per program of a short run; fixed, so that a row's sums do not depend on other rows."""
+MAX_ROWS = 64
+"""Query rows (tokens times heads of a group) of a tile, unless one token alone has more."""
+NO_SPLIT = 1 << 30
+"""Keys per program of a long run: all of them."""
+
+Tile = tuple[int, int, int, int]
+"""Slot, position of the first token, its place in the flattened step, tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a step.
+
+    Attributes:
+        short: By tile height, the runs that fit one tile; they are split along the keys.
+        long: The tiles of longer runs, `long_rows` high.
+        long_rows: Height of those.
+        num_splits: Splits the longest short run needs.
+    """
+
+    short: dict[int, list[Tile]]
+    long: list[Tile]
+    long_rows: int
+    num_splits: int
+
+
+def plan_tiles(
+    segments: Sequence[tuple[int, int, int]], group: int, window: int | None
+) -> Plan:
+    """Cut runs into tiles.
+
+    Args:
+        segments: Slot, cached tokens before the run and its tokens, in the order of the step.
+        group: Query heads per key head.
+        window: Sliding window in tokens, or None.
+
+    Returns:
+        Plan: A run's tiles depend on the run alone.
+    """
+    long_rows = max(MAX_ROWS, power_of_two(group))
+    short: dict[int, list[Tile]] = {}
+    long: list[Tile] = []
+    start, most = 0, 0
+    for slot, past, count in segments:
+        if 0 < count * group <= long_rows:
+            rows = power_of_two(count * group, MIN_DOT)
+            short.setdefault(rows, []).append((slot, past, start, count))
+            seen = past + count if window is None else min(past + count, window + count)
+            most = max(most, seen)
+        else:
+            step = long_rows // group
+            long += [
+                (slot, past + first, start + first, min(step, count - first))
+                for first in range(0, count, step)
+            ]
+        start += count
+    # A window starts anywhere in a step of keys; one more split covers the part before it.
+    splits = ceil_div(most, SPLIT_TOKENS) + (window is not None and most > SPLIT_TOKENS // 2)
+    return Plan(dict(sorted(short.items())), long, long_rows, max(1, splits))
