@@ -18,6 +18,7 @@ from dspark_hf.config import DSparkConfig
 from dspark_hf.decode import Decoder, Recheck
 from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.drafting.block.taps import FeatureTaps
+from dspark_hf.drafting.self_sparse import SelfSparseDrafter
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.profiling import measure_profile, profile_key
 from dspark_hf.targets.select import Choice, choose_target
@@ -137,6 +138,8 @@ class DSparkHandle:
         reading = self._reading(config)
         if reading is not None:
             target.read_all_sparsely(reading)
+        if isinstance(drafter, SelfSparseDrafter):
+            drafter.bind(target)
         if isinstance(drafter, FeatureDrafter):
             target.listen(FeatureTaps(self.model, drafter.target_layers), drafter.take)
         return Decoder(
@@ -286,10 +289,10 @@ class DSparkHandle:
             return None
         choice = self.target_choice()
         if choice.path != "flat" or choice.gathers:
+            reason = choice.reason or "it caches a compressed form"
             raise NotImplementedError(
-                f"sparse attention needs a model that runs on the flat target; "
-                f"{type(self.model).__name__} does not: {choice.reason or 'it caches a compressed form'}. "
-                "Decode it densely."
+                "sparse attention needs a model that runs on the flat target; "
+                f"{type(self.model).__name__} does not: {reason}. Decode it densely."
             )
         if policy.min_context is not None:
             return SparseReading(policy, stats, policy.min_context)

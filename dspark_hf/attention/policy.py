@@ -38,8 +38,9 @@ class StepSignals:
 class BudgetPolicy(Protocol):
     """Decides how many tokens a step may read per key head, before the step."""
 
-    needs_entropy: bool
-    """Whether `StepSignals.entropy` is wanted; computing it costs a softmax per step."""
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `StepSignals.entropy` is wanted; computing it costs a softmax per step."""
 
     def factor(self, layer: int, signals: StepSignals) -> float:
         """Return the factor on the policy's budget for one layer and step, at least 0."""

@@ -53,7 +53,7 @@ class SparseStats:
     def spread_pages(self) -> float:
         """Standard deviation of the pages read per call and key head."""
         variance = self.squares / max(self.calls, 1) - self.mean_pages**2
-        return max(variance, 0.0) ** 0.5
+        return math.sqrt(max(variance, 0.0))
 
     @property
     def share(self) -> float:

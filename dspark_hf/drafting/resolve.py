@@ -16,13 +16,14 @@ from dspark_hf.drafting.checkpoints.detect import detect_kind
 from dspark_hf.drafting.checkpoints.load import load_checkpoint, read_config
 from dspark_hf.drafting.choice import DrafterChoice, choose_between
 from dspark_hf.drafting.lookup import LookupDrafter
+from dspark_hf.drafting.self_sparse import SelfSparseDrafter
 from dspark_hf.drafting.shipped import find_shipped
 from dspark_hf.drafting.small_model import ModelDrafter, check_tokenizers
 from dspark_hf.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("lookup", "auto")
+NAMES = ("lookup", "auto", "self-sparse")
 
 
 def resolve_drafter(
@@ -31,7 +32,8 @@ def resolve_drafter(
     """Make a drafter for a target.
 
     Args:
-        drafter: None; "lookup"; "auto" for the drafter that ships for this target, with lookup
+        drafter: None; "lookup"; "self-sparse" for the target itself over few pages of a long
+            context; "auto" for the drafter that ships for this target, with lookup
             beside it; a path or hub id of a block drafter (DSpark, DFlash) or of a causal LM; a
             PreTrainedModel; any object with `name`, `propose` and `free`; or a list of these, of
             which the one that promises most is chosen per row and round.
@@ -51,6 +53,8 @@ def resolve_drafter(
     if isinstance(drafter, str | Path):
         if str(drafter) == "lookup":
             return LookupDrafter(stop_ids=special_ids(target))
+        if str(drafter) == "self-sparse":
+            return SelfSparseDrafter()
         if str(drafter) == "auto":
             return _automatic(target)
         return _from_checkpoint(str(drafter), target, tokenizer, drafter_tokenizer)

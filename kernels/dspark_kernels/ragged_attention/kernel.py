@@ -38,12 +38,12 @@ def _ragged_attention_fwd_kernel(
     p_k,  # [slots, Hkv, S, D]
     p_v,  # [slots, Hkv, S, Dv]
     p_sinks,  # [Hq] float32
-    p_tiles,  # [tiles, 4] int32: slot, position of the first token, its place in N, tokens
-    p_out,  # [splits, N, Hq, Dv]
-    p_lse,  # [splits, N, Hq] float32
+    p_tiles,  # [tiles, 5] int32: slot, position of the first token, its place in N, tokens, in O
+    p_out,  # [splits, O, Hq, Dv]
+    p_lse,  # [splits, O, Hq] float32
     scale,
     cap,
-    num_tokens,
+    num_out,
     num_kv,
     window,
     split_tokens,
@@ -71,10 +71,11 @@ def _ragged_attention_fwd_kernel(
     i_tile = tl.program_id(0)
     i_kv = tl.program_id(1)
     i_split = tl.program_id(2)
-    b_slot = tl.load(p_tiles + i_tile * 4).to(tl.int64)
-    b_first = tl.load(p_tiles + i_tile * 4 + 1)
-    b_start = tl.load(p_tiles + i_tile * 4 + 2)
-    b_count = tl.load(p_tiles + i_tile * 4 + 3)
+    b_slot = tl.load(p_tiles + i_tile * 5).to(tl.int64)
+    b_first = tl.load(p_tiles + i_tile * 5 + 1)
+    b_start = tl.load(p_tiles + i_tile * 5 + 2)
+    b_count = tl.load(p_tiles + i_tile * 5 + 3)
+    b_target = tl.load(p_tiles + i_tile * 5 + 4)
 
     o_m = tl.arange(0, BLOCK_M)  # [M]: token, then head within the group
     o_n = tl.arange(0, BLOCK_N)
@@ -84,8 +85,8 @@ def _ragged_attention_fwd_kernel(
     o_head = i_kv * GROUP + o_m % GROUP
     m_row = o_token < b_count
     b_place = b_first + o_token  # [M]: position
-    o_at = (b_start + o_token).to(tl.int64)  # [M]: place in N
-    o_q = o_at * stride_q_token + o_head.to(tl.int64) * stride_q_head
+    o_q = (b_start + o_token).to(tl.int64) * stride_q_token
+    o_q += o_head.to(tl.int64) * stride_q_head  # [M]
     m_q = m_row[:, None] & (o_d < D)[None, :]
     b_q = tl.load(p_q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [M, D]
 
@@ -119,7 +120,8 @@ def _ragged_attention_fwd_kernel(
         b_acc, b_m, b_l = attend_tile(b_q, b_k, b_v, m_seen, b_acc, b_m, b_l, scale, cap, HAS_CAP)
 
     b_out, b_lse = finish(b_acc, b_m, b_l)
-    o_out = (i_split.to(tl.int64) * num_tokens + o_at) * (num_kv * GROUP) + o_head  # [M]
+    o_out = i_split.to(tl.int64) * num_out + b_target + o_token
+    o_out = o_out * (num_kv * GROUP) + o_head  # [M]
     tl.store(p_lse + o_out, b_lse, mask=m_row)
     m_out = m_row
     if IS_PARTIAL:
@@ -167,7 +169,7 @@ def ragged_attention_fwd(
     sinks: torch.Tensor | None = None,  # [Hq]
 ) -> None:
     """Launch the kernel once per tile height, and the merge where short runs are split."""
-    num_tokens, num_heads, dim = query.shape
+    num_heads, dim = query.shape[1:]
     num_kv, dim_v = key.shape[1], value.shape[-1]
     group = num_heads // num_kv
     plan = plan_tiles(segments, group, window)
@@ -178,32 +180,39 @@ def ragged_attention_fwd(
     }
 
     def launch(
-        tiles: list[Tile], rows: int, split: int, num_splits: int, target: torch.Tensor,
-        sums: torch.Tensor,
-    ) -> None:  # fmt: skip
+        tiles: list[Tile], rows: int, split: int, target: torch.Tensor, sums: torch.Tensor
+    ) -> None:
+        num_splits, num_out = sums.shape[:2]
         table = torch.tensor(tiles, dtype=torch.int32, device=query.device)
         chosen = choose(dim, dim_v, key.element_size(), rows)
         flags = {**features, "IS_PARTIAL": num_splits > 1}
         _ragged_attention_fwd_kernel[(len(tiles), num_kv, num_splits)](
             query, key, value, query if sinks is None else sinks, table, target, sums,
-            scale, softcap or 0.0, num_tokens, num_kv, window or 0, split,
+            scale, softcap or 0.0, num_out, num_kv, window or 0, split,
             *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
             **constants(group, (dim, dim_v), rows, chosen.block, flags),
             num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
 
-    lse = out.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    part_out, part_lse = out, lse
-    if plan.num_splits > 1:
-        shape = (plan.num_splits, num_tokens, num_heads)
-        part_out = out.new_empty((*shape, dim_v), dtype=torch.float32)
-        part_lse = torch.full(shape, -torch.inf, device=out.device)
+    if plan.long:
+        lse = out.new_empty((1, out.shape[0], num_heads), dtype=torch.float32)
+        launch(plan.long, plan.long_rows, NO_SPLIT, out, lse)
+    if not plan.short:
+        return
+    # Beside a prompt, or split, the short runs write to a buffer of their own.
+    num_short, is_split = len(plan.short_places), plan.num_splits > 1
+    result = out.new_empty(num_short, num_heads, dim_v) if plan.long else out
+    parts, sums = result, result.new_empty((1, num_short, num_heads), dtype=torch.float32)
+    if is_split:
+        shape = (plan.num_splits, num_short, num_heads)
+        parts = result.new_empty((*shape, dim_v), dtype=torch.float32)
+        sums = sums.new_empty(shape)
     for rows, tiles in plan.short.items():
-        launch(tiles, rows, SPLIT_TOKENS, plan.num_splits, part_out, part_lse)
-    if plan.num_splits > 1:
-        merge_lse_fwd(part_out, part_lse, out, lse)
-    if plan.long:  # after the merge, which leaves zeros where the long runs' rows go
-        launch(plan.long, plan.long_rows, NO_SPLIT, 1, out, lse)
+        launch(tiles, rows, SPLIT_TOKENS, parts, sums)
+    if is_split:
+        merge_lse_fwd(parts, sums, result, sums.new_empty(sums.shape[1:]))
+    if plan.long:
+        out.index_copy_(0, torch.tensor(plan.short_places, device=out.device), result)
 
 
 REGIMES = (("bf16", 128, 4, 16), ("bf16", 128, 4, 64), ("bf16", 256, 8, 64), ("fp32", 128, 4, 64))

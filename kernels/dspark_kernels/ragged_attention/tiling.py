@@ -17,8 +17,8 @@ MAX_ROWS = 64
 NO_SPLIT = 1 << 30
 """Keys per program of a long run: all of them."""
 
-Tile = tuple[int, int, int, int]
-"""Slot, position of the first token, its place in the flattened step, tokens."""
+Tile = tuple[int, int, int, int, int]
+"""Slot, position of the first token, its place in the step, tokens, place in the tile's output."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class Plan:
         long: The tiles of longer runs, `long_rows` high.
         long_rows: Height of those.
         num_splits: Splits the longest short run needs.
+        short_places: Place in the step of every short run's token, in order: the short runs' output
+            is a buffer of its own, so that splits cost no memory for a prompt beside them.
     """
 
     short: dict[int, list[Tile]]
     long: list[Tile]
     long_rows: int
     num_splits: int
+    short_places: list[int]
 
 
 def plan_tiles(
@@ -54,20 +57,22 @@ def plan_tiles(
     long_rows = max(MAX_ROWS, power_of_two(group))
     short: dict[int, list[Tile]] = {}
     long: list[Tile] = []
+    places: list[int] = []
     start, most = 0, 0
     for slot, past, count in segments:
         if 0 < count * group <= long_rows:
             rows = power_of_two(count * group, MIN_DOT)
-            short.setdefault(rows, []).append((slot, past, start, count))
+            short.setdefault(rows, []).append((slot, past, start, count, len(places)))
+            places += range(start, start + count)
             seen = past + count if window is None else min(past + count, window + count)
             most = max(most, seen)
         else:
             step = long_rows // group
             long += [
-                (slot, past + first, start + first, min(step, count - first))
+                (slot, past + first, start + first, min(step, count - first), start + first)
                 for first in range(0, count, step)
             ]
         start += count
     # A window starts anywhere in a step of keys; one more split covers the part before it.
     splits = ceil_div(most, SPLIT_TOKENS) + (window is not None and most > SPLIT_TOKENS // 2)
-    return Plan(dict(sorted(short.items())), long, long_rows, max(1, splits))
+    return Plan(dict(sorted(short.items())), long, long_rows, max(1, splits), places)
