@@ -97,6 +97,9 @@ def train(
         bool | None,
         _option("Start from the target's last blocks.", TRAINING, "--from-target/--from-scratch"),
     ] = None,
+    from_bigrams: Annotated[
+        bool | None, _option("Start the sequential head from the texts' token pairs.", TRAINING)
+    ] = None,
     only_answers: Annotated[
         bool | None, _option("Learn from answers only, not from prompts.", TRAINING)
     ] = None,

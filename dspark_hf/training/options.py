@@ -78,6 +78,7 @@ class TrainOptions:
     decay: float = SETTINGS.decay
     teacher: str | None = None
     distillation: float = SETTINGS.distillation
+    from_bigrams: bool = SETTINGS.from_bigrams
     # Target and result
     dtype: str = "bfloat16"
     lessons: str | None = None

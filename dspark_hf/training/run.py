@@ -25,7 +25,7 @@ from dspark_hf.training import data
 from dspark_hf.training.distill import Teacher
 from dspark_hf.training.features import LessonSource
 from dspark_hf.training.settings import TrainSettings
-from dspark_hf.training.start import initialise, start_from_target
+from dspark_hf.training.start import initialise, start_from_bigrams, start_from_target
 from dspark_hf.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
     with accelerator.main_process_first():
         # The first process may write; the others find the run they belong to.
         _claim(inputs.out, {"settings": settings.as_dict(), "spec": vars(spec), "texts": name})
-    d2t = None
+    kept = d2t = None
     if spec.is_pruned:
         kept = data.draft_vocabulary(texts, spec.draft_vocab_size, spec.vocab_size)
         d2t = kept - torch.arange(len(kept))
@@ -120,6 +120,8 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
         sample = [texts[i].ids for i in training[:SAMPLE_TEXTS]]
         width = min(len(ids) for ids in sample)
         start_from_target(model, target, torch.tensor([ids[:width] for ids in sample]))
+    if settings.from_bigrams:
+        start_from_bigrams(model, [texts[i] for i in training], kept)
     folder = inputs.lessons
     if folder is not None:
         taps = "-".join(str(i) for i in spec.target_layers)

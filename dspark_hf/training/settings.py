@@ -65,6 +65,8 @@ class TrainSettings:
         decay: Of the weights over positions, in positions.
         teacher: Path or hub id of a block drafter to learn from as well; None for none.
         distillation: Share of the L1 distance to the teacher's distributions.
+        from_bigrams: Whether the sequential head starts from which token follows which in the
+            texts, see `start.start_from_bigrams`.
     """
 
     steps: int = 1000
@@ -89,6 +91,7 @@ class TrainSettings:
     decay: float = 4.0
     teacher: str | None = None
     distillation: float = 0.5
+    from_bigrams: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""

@@ -13,6 +13,10 @@ LOG2_E = 1.4426950408889634
 """Kernels use exp2 and log2, which are single instructions."""
 LN_2 = 0.6931471805599453
 
+MAX_TILE = {2: 16_384, 4: 4_096}
+"""Query rows times value width of one accumulator, by bytes per element: more spills registers.
+Exact float32 products run on the ordinary cores and hold their operands in registers."""
+
 
 def power_of_two(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least `size` and `least`.

@@ -36,7 +36,7 @@ def test_every_field_of_shape_and_settings_can_be_set():
         "validation_share": 0.3, "validate_every": 8, "save_every": 9, "from_target": False,
         "only_answers": False, "precision": "bf16", "seed": 12, "cross_entropy": 0.3,
         "distance": 0.4, "confidence_loss": 0.6, "decay": 5.0, "teacher": "x",
-        "distillation": 0.7,
+        "distillation": 0.7, "from_bigrams": True,
     }  # fmt: skip
     options = merge(tokens=5, **changed)
     for made, default in (

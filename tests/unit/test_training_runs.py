@@ -136,7 +136,7 @@ def test_a_folder_older_than_a_setting_is_continued_at_its_default(target, texts
     quick_run(target, texts, tmp_path)
     path = tmp_path / "run.json"
     run = json.loads(path.read_text())
-    for name in ("teacher", "distillation"):
+    for name in ("teacher", "distillation", "from_bigrams"):
         del run["settings"][name]
     path.write_text(json.dumps(run))
     quick_run(target, texts, tmp_path)

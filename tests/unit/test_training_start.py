@@ -13,7 +13,7 @@ from dspark_hf.training.data import Text
 from dspark_hf.training.features import LessonSource
 from dspark_hf.training.run import make_spec, spread_layers, unused_token
 from dspark_hf.training.settings import DrafterShape
-from dspark_hf.training.start import initialise, start_from_target
+from dspark_hf.training.start import initialise, start_from_bigrams, start_from_target
 from training_files import ragged_texts
 
 CLOSE = 1e-5
@@ -75,7 +75,26 @@ def test_norms_the_target_does_not_have_keep_the_size_of_its_queries():
 def test_the_sequential_head_starts_without_a_bias():
     drafter = drafter_for(tiny.llama(), markov_rank=8)
     previous, hidden = torch.randint(0, 160, (2, 7)), torch.randn(2, 7, 32)
-    assert float(drafter.markov_head(previous, hidden).abs().max()) == 0.0
+    assert drafter.markov_head(previous, hidden).abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_the_sequential_head_may_start_from_pairs_of_tokens(head):
+    drafter = drafter_for(tiny.llama(), markov_rank=60, head=head, draft_vocab_size=50)
+    kept = torch.arange(50)
+    start_from_bigrams(drafter, [Text((7, *[5, 6, 5, 9] * 100), 1)], kept)
+    markov = drafter.markov_head
+    if head == "rnn":
+        assert float(markov.markov_w2.weight.detach().abs().max()) == 0.0
+        return
+    gain = 2.0 if head == "gated" else 1.0
+    logits = markov.markov_w1.weight @ markov.markov_w2.weight.T / gain
+    # In the text, 6 and 9 follow 5 equally often and 5 follows 6; 20 tokens' worth of prior.
+    after = torch.softmax(logits.detach(), dim=-1)
+    assert after[5, [6, 9]].tolist() == pytest.approx([0.48, 0.48], abs=0.03)
+    assert after[6].argmax() == 5
+    # Tokens that do not occur are followed by what is frequent.
+    assert after[40].topk(3).indices.tolist()[0] == 5
 
 
 def test_the_same_seed_starts_the_same():

@@ -12,8 +12,6 @@ from dspark_kernels.tiles import MIN_DOT, PAGE_SIZE, Build, Launch, ceil_div, po
 
 SPLIT_TOKENS = 256
 """Listed tokens per program; fixed, so that a row's sums do not depend on other rows' lists."""
-MAX_TILE = 16_384
-"""Query rows times value width of one accumulator: 128 registers a thread with 4 warps."""
 WIDE_TILE = 8_192
 """From here on a tile takes 8 warps."""
 TALL_TILE = 128

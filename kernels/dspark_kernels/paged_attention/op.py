@@ -17,10 +17,7 @@ from dspark_kernels.checks import (
     runs_triton,
 )
 from dspark_kernels.paged_attention.reference import paged_attention_reference
-from dspark_kernels.tiles import MIN_DOT, PAGE_SIZE, power_of_two
-
-MAX_TILE = 16_384
-"""Query rows times value width, both rounded up to powers of two: one accumulator's registers."""
+from dspark_kernels.tiles import MAX_TILE, MIN_DOT, PAGE_SIZE, power_of_two
 
 
 def paged_attention(
@@ -65,8 +62,8 @@ def paged_attention(
         ValueError: If shapes, types or devices do not fit.
         NotImplementedError: On a GPU, if group times tokens is more than one tile holds.
 
-    Limits: group * T * Dv (rounded up to powers of two) at most 16384, as the accumulator stays in
-    registers: T up to 32 for a group of 4 and D 128. `page_size` a power of two from 8 to 64, D at
+    Limits: group * T * Dv (rounded up to powers of two) at most 16384, float32 4096, as the
+    accumulator stays in registers: T up to 32 for a group of 4 and D 128. `page_size` a power of two from 8 to 64, D at
     most 256.
     Numerics: products and softmax in float32, weights rounded to the value type before the second
     product; bounds tested: 2e-5 relative RMS in float32, 1.5e-2 in bfloat16.
@@ -92,9 +89,10 @@ def paged_attention(
     from dspark_kernels.paged_attention.kernel import paged_attention_fwd
 
     rows = power_of_two(num_heads // key.shape[1] * num_queries, MIN_DOT)
-    if rows * power_of_two(value.shape[-1], MIN_DOT) > MAX_TILE or dim > 256:
+    most = MAX_TILE[key.element_size()]
+    if rows * power_of_two(value.shape[-1], MIN_DOT) > most or dim > 256:
         raise NotImplementedError(
-            f"query heads per key head x tokens x value width must be at most {MAX_TILE} and D at "
+            f"query heads per key head x tokens x value width must be at most {most} and D at "
             f"most 256; got {rows} x {value.shape[-1]} and D {dim}. Attend fewer tokens per call."
         )
     out = query.new_empty(num_rows, num_heads, num_queries, value.shape[-1])

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from dspark_kernels.merge_lse.kernel import merge_lse_fwd
 from dspark_kernels.online_softmax import attend_tile, finish
-from dspark_kernels.ragged_attention.tiling import NO_SPLIT, SPLIT_TOKENS, Tile, plan_tiles
-from dspark_kernels.tiles import LOG2_E, MIN_DOT, Build, Launch, power_of_two
+from dspark_kernels.ragged_attention.tiling import MAX_ROWS, NO_SPLIT, SPLIT_TOKENS, Tile, plan_tiles
+from dspark_kernels.tiles import LOG2_E, MAX_TILE, MIN_DOT, Build, Launch, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,7 +172,8 @@ def ragged_attention_fwd(
     num_heads, dim = query.shape[1:]
     num_kv, dim_v = key.shape[1], value.shape[-1]
     group = num_heads // num_kv
-    plan = plan_tiles(segments, group, window)
+    max_rows = min(MAX_ROWS, MAX_TILE[key.element_size()] // power_of_two(dim_v, MIN_DOT))
+    plan = plan_tiles(segments, group, window, max_rows)
     features = {
         "HAS_WINDOW": window is not None,
         "HAS_CAP": softcap is not None,
@@ -215,7 +216,13 @@ def ragged_attention_fwd(
         out.index_copy_(0, torch.tensor(plan.short_places, device=out.device), result)
 
 
-REGIMES = (("bf16", 128, 4, 16), ("bf16", 128, 4, 64), ("bf16", 256, 8, 64), ("fp32", 128, 4, 64))
+REGIMES = (
+    ("bf16", 128, 4, 16),
+    ("bf16", 128, 4, 64),
+    ("bf16", 256, 8, 64),
+    ("fp32", 128, 4, 32),
+    ("fp32", 256, 4, 16),
+)
 """Type, head width, group and tile height of the variants compiled ahead of time."""
 
 

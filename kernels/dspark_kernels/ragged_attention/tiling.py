@@ -42,7 +42,10 @@ class Plan:
 
 
 def plan_tiles(
-    segments: Sequence[tuple[int, int, int]], group: int, window: int | None
+    segments: Sequence[tuple[int, int, int]],
+    group: int,
+    window: int | None,
+    max_rows: int = MAX_ROWS,
 ) -> Plan:
     """Cut runs into tiles.
 
@@ -50,11 +53,12 @@ def plan_tiles(
         segments: Slot, cached tokens before the run and its tokens, in the order of the step.
         group: Query heads per key head.
         window: Sliding window in tokens, or None.
+        max_rows: Query rows of a tile, a power of two.
 
     Returns:
         Plan: A run's tiles depend on the run alone.
     """
-    long_rows = max(MAX_ROWS, power_of_two(group))
+    long_rows = max(max_rows, power_of_two(group))
     short: dict[int, list[Tile]] = {}
     long: list[Tile] = []
     places: list[int] = []
