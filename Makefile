@@ -16,12 +16,13 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # group share a worker and with it the real model's plain text, which takes minutes to generate.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install model test check demo bench test-oldest clean
+.PHONY: help install model test test-kernels check demo bench test-oldest clean
 
 help:
 	@echo 'make install      virtual environment in $(VENV) with the pinned versions'
 	@echo 'make check        format, lint, types and unit tests (under 3 minutes)'
 	@echo 'make test         every test that needs no GPU, with the real SmolLM2-135M'
+	@echo 'make test-kernels GPU kernels in the interpreter, and compiled for GPUs (part of make test)'
 	@echo 'make demo         see SmolLM2-135M generate faster, with the same text'
 	@echo 'make bench        measure generate() and write benchmarks/results/generate.json'
 	@echo 'make test-oldest  the lossless suite on the oldest supported Transformers'
@@ -41,6 +42,13 @@ model: $(STAMP)
 
 test: model
 	$(PYTEST)
+	$(MAKE) test-kernels
+
+# Two processes of their own: TRITON_INTERPRET decides, when Triton is imported, whether kernels are
+# interpreted or compiled.
+test-kernels: $(STAMP)
+	TRITON_INTERPRET=1 $(PYTEST) kernels -m interpreter
+	$(PYTEST) kernels -m aot
 
 check: $(STAMP)
 	$(BIN)/python -m ruff format --check .

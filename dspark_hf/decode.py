@@ -79,7 +79,7 @@ class Decoder:
                 end = len(row.ids)
                 if self.prefill_tokens is not None:
                     end = min(end, cached + self.prefill_tokens)
-                feeds.append(Feed(row.row_id, row.ids[cached:end], 1))
+                feeds.append(Feed(row.row_id, row.ids[cached:end], 1, is_prompt=True))
             begin = perf_counter()
             logits = self._verify(feeds)
             seconds = perf_counter() - begin

@@ -19,6 +19,7 @@ from dspark_hf.decode import Decoder, Recheck
 from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.drafting.block.taps import FeatureTaps
 from dspark_hf.drafting.self_sparse import SelfSparseDrafter
+from dspark_hf.errors import ConfigError
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.profiling import measure_profile, profile_key
 from dspark_hf.targets.select import Choice, choose_target
@@ -269,6 +270,11 @@ class DSparkHandle:
                 be changed.
         """
         chosen = resolve_policy(policy)
+        if chosen is None:
+            raise ConfigError(
+                "policy must be a SparsePolicy, 'quality' or 'fast'; got None. To decode densely, "
+                "leave the context."
+            )
         stats = SparseStats()
         with self.lock:
             before, self._sparse = self._sparse, self._new_reading(chosen, stats)

@@ -63,8 +63,10 @@ class Feed:
         row_id: The row.
         ids: New tokens; they follow the row's cached length.
         keep: Logits are wanted for this many of the last tokens, at least 1.
+        is_prompt: Whether they belong to a prompt, which is never read sparsely.
     """
 
     row_id: int
     ids: Sequence[int]
     keep: int
+    is_prompt: bool = False

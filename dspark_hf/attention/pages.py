@@ -7,7 +7,10 @@ undo, needs no bookkeeping but a length: the page that a rollback cuts is comput
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE = 16
 """Tokens per page: larger ones select worse at equal budget, smaller ones cost more to score."""
@@ -54,8 +57,11 @@ class PageSummaries:
 
     def move(self, source: int, target: int) -> None:
         """Copy a slot's summaries to another one."""
-        self._tokens[target] = self._tokens.pop(source, 0)
-        if self.values is not None:
+        tokens = self._tokens.pop(source, 0)
+        self.forget(target)
+        # A row never read by pages has none, and its slot may be newer than the storage.
+        if tokens and self.values is not None:
+            self._tokens[target] = tokens
             self.values[target] = self.values[source]
 
     def forget(self, slot: int) -> None:

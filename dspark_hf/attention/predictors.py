@@ -25,7 +25,7 @@ class Predictor(Protocol):
         """Return an estimate of each page's largest logit, float32.
 
         Args:
-            query: The queries of a row, those of one group packed: R = group * new tokens.
+            query: Queries of a row's first new token, those of one group packed: R heads.
             summary: Of the row's pages: middle and half spread of their keys.
             layer: Index of the layer.
             scale: Factor on dot products.
@@ -69,7 +69,8 @@ class RecentPredictor:
     ) -> torch.Tensor:
         """Score as the Predictor protocol says, by position alone."""
         order = torch.arange(summary.shape[1], device=query.device, dtype=torch.float32)
-        return (order - summary.shape[1]).expand(query.shape[0], query.shape[1], -1)
+        # Within one unit, so that no softmax of them underflows and leaves the order to chance.
+        return (order / len(order)).expand(query.shape[0], query.shape[1], -1)
 
 
 def page_weights(scores: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.attention.policy import StepSignals
@@ -68,14 +69,16 @@ class SparseRow:
     Attributes:
         policy: How.
         stats: Where reads are counted.
-        signals: What budgets follow.
         min_context: Shorter contexts are read densely, in tokens.
+        signals: What budgets follow.
+        entropies: Of the distributions behind the newest tokens, where the budget wants them.
     """
 
     policy: SparsePolicy
     stats: SparseStats
     min_context: int
     signals: StepSignals = field(default_factory=StepSignals)
+    entropies: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -131,19 +134,34 @@ def attend_pages(
     num_kv = keys.shape[1]
     length, policy = past + num_queries, row.policy
     packed = query.reshape(num_kv, -1, dim)
-    summary = summaries.refresh(keys, slot, length)
-    scores = policy.predictor.scores(packed, summary, layer, scale)
-    weights = page_weights(scores)
-    num_pages = weights.shape[1]
+    # A forward that failed may have summarised tokens which these replace.
+    summaries.rollback(slot, past)
+    # The first of the tokens selects for all: were the others heard, a draft that is verified would
+    # move the distributions of the tokens before it.
+    summary = summaries.refresh(keys, slot, past + 1)
+    leaders = query[:, 0].reshape(num_kv, -1, dim)
+    scores = policy.predictor.scores(leaders, summary, layer, scale)
+    num_pages = -(-length // PAGE)
+    extra = num_pages - scores.shape[2]
+    scores = F.pad(scores, (0, extra), value=float("-inf"))
     factor = policy.budget.factor(layer, row.signals)
     step = max(int(policy.tokens * factor) // PAGE, policy.sink_pages + policy.recent_pages)
     most = step if policy.mass is None else max(int(policy.ceiling * factor) // PAGE, step)
-    order = best_pages(weights, most * num_kv, policy.sink_pages, policy.recent_pages)
-    taken = min(step * num_kv, order.numel())
+    # Pages begun by later tokens come on top, so that the first reads what it would alone.
+    order = best_pages(
+        page_weights(scores),
+        (most + extra) * num_kv,
+        policy.sink_pages,
+        policy.recent_pages + extra,
+    )
+    taken = min((step + extra) * num_kv, order.numel())
     reader = _Reader(packed, keys, values, slot, past, num_queries, scale)
     out, total = reader.read(order[:taken], num_pages)
     while policy.mass is not None and taken < order.numel():
-        if _missing(scores, order[:taken], total) <= 1 - policy.mass:
+        if (
+            _missing(scores, order[:taken], total.unflatten(1, (-1, num_queries))[..., 0])
+            <= 1 - policy.mass
+        ):
             break
         end = min(taken + step * num_kv, order.numel())
         out, total = merge(out, total, *reader.read(order[taken:end], num_pages))

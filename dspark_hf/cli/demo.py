@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHOWN = {
     "rewrite-03": "A code edit: the answer repeats the prompt, so lookup drafts well",
-    "chat-03": "An open question: there is little to copy, so little is drafted",
+    "chat-03": "An open question: there is little to copy, so a trained drafter guesses, if one ships",
 }
 """Prompts of the side-by-side part and what they show."""
 BATCHED = ("rewrite-03", "chat-03", "rewrite-10", "code-10")
@@ -71,7 +71,7 @@ def demo(
 
     console = Console(highlight=False)
     source = model or str(prepare_smollm2())
-    wrapped, tokenizer = session.load(source, "lookup", dtype)
+    wrapped, tokenizer = session.load(source, "auto", dtype)
     texts = {prompt.id: prompt.text for prompt in load_prompts()}
     kwargs = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     together = session.encode(wrapped, tokenizer, [texts[name] for name in BATCHED])

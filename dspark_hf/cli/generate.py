@@ -17,7 +17,7 @@ def generate(
     model: Annotated[str, typer.Option(help="Path or hub id of a causal LM.")],
     prompt: Annotated[list[str], typer.Option(help="What to answer; repeat it for a batch.")],
     drafter: Annotated[
-        str, typer.Option(help="lookup, none, or the path or hub id of a small model.")
+        str, typer.Option(help="auto, lookup, none, or the path or hub id of a drafter.")
     ] = "lookup",
     chat: Annotated[
         bool | None,

@@ -38,7 +38,7 @@ VERDICT_STYLES = {
 def verify(
     model: Annotated[str, typer.Option(help="Path or hub id of a causal LM.")],
     drafter: Annotated[
-        str, typer.Option(help="lookup, or the path or hub id of a small model.")
+        str, typer.Option(help="auto, lookup, or the path or hub id of a drafter.")
     ] = "lookup",
     prompts: Annotated[
         Path | None,

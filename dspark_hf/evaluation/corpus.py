@@ -1,4 +1,4 @@
-"""Texts to measure perplexity on: a string, documents, a file, a dataset, or one that is always there."""
+"""Texts to measure perplexity on: a string, documents, a file, a dataset, or Python's reference."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def _documents(data: Any) -> Iterable[str]:
 
 
 def _is_file(text: str) -> bool:
-    return len(text) < 4096 and "\n" not in text and Path(text).is_file()  # noqa: PLR2004 - a path
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        # Too long for a name, or with characters that none may have: a text.
+        return False
 
 
 def _row_text(row: Any) -> str:

@@ -22,6 +22,7 @@ from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.corpus import read_documents
 from dspark_hf.evaluation.perplexity import encode
 from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.select import choose_target
 from dspark_hf.values import Feed
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def perplexity_drift(
             asked for is the drift of sparse steps.
         context: Tokens of a window, prompt and continuation.
         scored: Tokens scored in all, at most; windows are spread evenly over the text.
-        scored_per_window: Last tokens of a window, fed step by step.
+        scored_per_window: Last tokens of a window, fed step by step; at most `scored`.
         step_tokens: Tokens per step.
         seed: Of the bootstrap.
 
@@ -115,14 +116,23 @@ def perplexity_drift(
     Raises:
         ConfigError: If the text is shorter than a window, or no step was sparse: then nothing
             would have been measured.
+        NotImplementedError: If the model does not run on the flat target.
     """
     chosen = resolve_policy(policy)
     if chosen is None:
         raise ConfigError("policy must be a SparsePolicy, 'quality' or 'fast'; got None.")
+    scored_per_window = min(scored_per_window, scored)
     if not 0 < scored_per_window < context:
         raise ConfigError(
             f"scored_per_window must lie between 1 and context - 1 = {context - 1}; got "
             f"{scored_per_window}."
+        )
+    choice = choose_target(model)
+    if choice.path != "flat" or choice.gathers:
+        reason = choice.reason or "it caches a compressed form"
+        raise NotImplementedError(
+            "sparse attention needs a model that runs on the flat target; "
+            f"{type(model).__name__} does not: {reason}. Measure it with perplexity()."
         )
     windows = _windows(tokenizer, data, context, max(1, scored // scored_per_window))
     pairs, stats = _Pairs(), SparseStats()
@@ -224,7 +234,8 @@ def _score(
     target = FlatTarget(model, len(ids) + step_tokens)
     first = len(ids) - num_scored - 1
     for begin in range(0, first, PREFILL_TOKENS):
-        target.forward([Feed(0, ids[begin : min(begin + PREFILL_TOKENS, first)], 1)])
+        fed = ids[begin : min(begin + PREFILL_TOKENS, first)]
+        target.forward([Feed(0, fed, 1, is_prompt=True)])
     dense, pairs.seconds[0] = _steps(target, ids, first, step_tokens, pairs.seconds[0])
     target.rollback(0, first)
     target.read_sparsely(0, SparseRow(policy, stats, 0))

@@ -79,17 +79,19 @@ def windows_of(
         Window: In order.
     """
     lead = [] if bos == "none" or bos_id is None else [bos_id]
+    # A text may bring its own.
+    ids = ids[1:] if lead and list(ids[:1]) == lead else ids
     begin, done = 0, 0
     while done < len(ids):
-        first = begin == 0
+        first = done == 0
         head = lead if first or bos == "every" else []
         end = min(begin + context - len(head), len(ids))
         scored = end - done - (1 if first and not head else 0)
         if scored > 0:
             yield Window([*head, *ids[begin:end]], scored)
         done = end
-        begin = min(begin + stride, len(ids)) if end < len(ids) else end
-        begin = max(begin, done - (context - len(head)) + 1)
+        before = context - stride - (len(lead) if bos == "every" else 0)
+        begin = max(done - before, 0)
 
 
 @torch.no_grad()

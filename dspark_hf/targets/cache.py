@@ -149,11 +149,14 @@ class DSparkCache(Cache):
         self.current_layer = 0
         super().__init__(layers=[DSparkLayer(self, window) for window in windows])
 
-    def open_step(self, counts: list[tuple[int, int]]) -> list[int]:
+    def open_step(
+        self, counts: list[tuple[int, int]], prompts: frozenset[int] = frozenset()
+    ) -> list[int]:
         """Plan a forward that appends tokens to rows, making room for them.
 
         Args:
             counts: Row id and number of new tokens, one entry per row.
+            prompts: Rows whose tokens are part of a prompt, which is read densely.
 
         Returns:
             list[int]: Positions in `counts` in the order the tokens must be fed.
@@ -170,7 +173,8 @@ class DSparkCache(Cache):
         for i in order:
             row_id, count = counts[i]
             slot, past = self.slots[row_id], self.lengths[row_id]
-            segments.append(Segment(slot, past, start, count, self._sparse_row(row_id, count)))
+            sparse = None if row_id in prompts else self._sparse_row(row_id, count)
+            segments.append(Segment(slot, past, start, count, sparse))
             start += count
         self.step = plan_step(segments, together=not self.gathers)
         return order
@@ -196,9 +200,8 @@ class DSparkCache(Cache):
     def rollback(self, row_id: int, length: int) -> None:
         """Set a row's length; what lies beyond is overwritten by the next tokens."""
         self.lengths[row_id] = min(self.lengths[row_id], length)
-        if row_id in self.sparse:
-            for layer in self._own_layers():
-                layer.summaries.rollback(self.slots[row_id], self.lengths[row_id])
+        for layer in self._own_layers():
+            layer.summaries.rollback(self.slots[row_id], self.lengths[row_id])
 
     def free(self, row_id: int) -> None:
         """Release a row's slot, moving the last slot's row into it."""

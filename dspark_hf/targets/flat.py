@@ -12,7 +12,6 @@ import torch
 
 from dspark_hf import compat
 from dspark_hf.attention import interface
-from dspark_hf.attention.pages import PAGE
 from dspark_hf.attention.policy import StepSignals
 from dspark_hf.errors import UnsupportedByFlatError
 from dspark_hf.targets.cache import DSparkCache
@@ -83,7 +82,12 @@ class FlatTarget:
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""
         counts = [(feed.row_id, len(feed.ids)) for feed in feeds]
-        order = self.cache.open_step(counts)
+        prompts = frozenset(feed.row_id for feed in feeds if feed.is_prompt)
+        order = self.cache.open_step(counts, prompts)
+        for feed in feeds:
+            if feed.row_id in self.cache.sparse:
+                sparse = self.cache.sparse[feed.row_id]
+                sparse.signals = replace(sparse.signals, token=feed.ids[0])
         ids: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
@@ -149,14 +153,17 @@ class FlatTarget:
     def _note_signals(self, feed: Feed, logits: torch.Tensor) -> None:
         """Remember for the row's next step what its budget may follow."""
         sparse = self.cache.sparse.get(feed.row_id)
-        if sparse is not None:
-            entropy = None
-            if sparse.policy.budget.needs_entropy:
-                logs = torch.log_softmax(logits[-1], dim=-1)
-                entropy = float(-(logs.exp() * logs).sum())
-            sparse.signals = StepSignals(
-                entropy, token=feed.ids[-1], steps=sparse.signals.steps + (len(feed.ids) < PAGE)
-            )
+        if sparse is None:
+            return
+        sparse.entropies = []
+        if sparse.policy.budget.needs_entropy:
+            logs = torch.log_softmax(logits, dim=-1)
+            sparse.entropies = (-(logs.exp() * logs).sum(dim=-1)).tolist()
+        sparse.signals = StepSignals(
+            sparse.entropies[-1] if sparse.entropies else None,
+            token=feed.ids[-1],
+            steps=sparse.signals.steps + (not feed.is_prompt),
+        )
 
     def length(self, row_id: int) -> int:
         """Return the tokens the row has cached."""
@@ -165,8 +172,13 @@ class FlatTarget:
     def rollback(self, row_id: int, length: int) -> None:
         """Lower a row's length."""
         sparse = self.cache.sparse.get(row_id)
-        if sparse is not None and length < self.cache.lengths[row_id]:
-            sparse.signals = replace(sparse.signals, was_rejected=True)
+        removed = self.cache.lengths[row_id] - length
+        if sparse is not None and removed > 0:
+            # What comes next was foretold by the last token that stays.
+            known = sparse.entropies = sparse.entropies[:-removed]
+            sparse.signals = replace(
+                sparse.signals, was_rejected=True, entropy=known[-1] if known else None
+            )
         self.cache.rollback(row_id, length)
 
     def hold(self, row_id: int) -> None:

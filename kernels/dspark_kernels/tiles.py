@@ -62,6 +62,7 @@ class Build:
         constants: Compile-time arguments.
         launch: The launcher's own choice for this regime.
         floats: Names of scalar float arguments.
+        has_dot: Whether the kernel multiplies matrices.
     """
 
     name: str
@@ -70,3 +71,4 @@ class Build:
     constants: dict[str, Any]
     launch: Launch
     floats: tuple[str, ...] = ()
+    has_dot: bool = True

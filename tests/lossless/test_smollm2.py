@@ -15,15 +15,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dspark_hf import DSparkConfig, DSparkForCausalLM
 from dspark_hf.data import load_prompts
+from dspark_hf.drafting.choice import DrafterChoice
+from dspark_hf.drafting.resolve import resolve_drafter
+from dspark_hf.drafting.shipped import find_shipped
 from dspark_hf.losslessness import greedy_check
 
 NUM_PROMPTS, NEW_TOKENS = 20, 64
 NUM_BF16_PROMPTS = 10
 BATCH_SIZES = (2, 5, 8)
+MOST_DRAFTER_BYTES = 24_000_000
 DRAFTERS = {
     # The settings everybody gets; and a drafter that is often wrong, always verified.
     "lookup": DSparkConfig(),
     "model": DSparkConfig(schedule="fixed", max_draft_tokens=2),
+    # The drafter that ships, whole blocks, so that most drafts are wrong somewhere.
+    "block": DSparkConfig(schedule="fixed", max_draft_tokens=7),
 }
 KINDS = [pytest.param(kind, marks=pytest.mark.xdist_group(f"real-{kind}")) for kind in DRAFTERS]
 
@@ -104,7 +110,9 @@ def subject_bf16(smollm2_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_text_equals_plain_alone_and_in_ragged_batches(subject, kind):
     plain = subject.plain
-    drafter = "lookup" if kind == "lookup" else subject.first_layers(2)
+    drafter = {"lookup": lambda: "lookup", "model": lambda: subject.first_layers(2)}.get(
+        kind, lambda: find_shipped(subject.model)
+    )()
     model = DSparkForCausalLM.wrap(subject.model, drafter=drafter, config=DRAFTERS[kind])
     try:
         verified = 0
@@ -132,3 +140,20 @@ def test_bfloat16_text_forks_only_on_near_ties(subject_bf16):
     )
     assert sum(result.record.verified for result in results) > 0
     assert all(fork.is_near_tie for fork in forks), forks
+
+
+@pytest.mark.xdist_group("real-block")
+def test_the_shipped_drafter_is_found_by_its_target_and_guesses(subject):
+    folder = find_shipped(subject.model)
+    assert folder is not None
+    assert (folder / "model.safetensors").stat().st_size <= MOST_DRAFTER_BYTES
+    drafter = resolve_drafter("auto", subject.model)
+    assert isinstance(drafter, DrafterChoice)
+    assert {member.name for member in drafter.members} == {folder.name, "lookup"}
+    alone = DSparkForCausalLM.wrap(subject.model, drafter=folder, config=DRAFTERS["block"])
+    try:
+        _, records = subject.generate(alone, subject.prompts[:2])
+    finally:
+        DSparkForCausalLM.unwrap(subject.model)
+    # A guess at random is right once in 49,152 times; the card says how often this one is.
+    assert sum(r.accepted for r in records) > 0.25 * sum(r.rounds for r in records)

@@ -24,7 +24,7 @@ LAUNCHES = {  # bytes per element: vocabulary entries per program
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _markov_step_fwd_kernel(
     p_base,  # [R, V]
     p_weight,  # [V, r]
@@ -89,7 +89,7 @@ def _markov_step_fwd_kernel(
     tl.store(p_sum + o_out, b_sum, mask=m_r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_rows"])
 def _markov_choice_fwd_kernel(
     p_best,  # [blocks, R]
     p_token,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from dspark_kernels.tiles import LN_2, LOG2_E, MIN_DOT, Build, Launch, power_of_two
 
+if TYPE_CHECKING:
+    import torch
+
 PARTS = 8
 """Parts per step; fixed, so that empty parts added behind change no bit of the result."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows"])
 def _merge_lse_fwd_kernel(
     p_outs,  # [S, N, D]
     p_lses,  # [S, N] float32
@@ -93,6 +97,7 @@ def builds() -> list[Build]:
             pointers={"p_outs": "fp32", "p_lses": "fp32", "p_out": out, "p_lse": "fp32"},
             constants=constants(dim),
             launch=LAUNCH,
+            has_dot=False,
         )
         for out, dim in (("bf16", 128), ("fp32", 256))
     ]

@@ -27,7 +27,7 @@ def _is_real(o_m, GROUP: tl.constexpr, num_queries, b_real):
     return (o_m < GROUP * num_queries) & (o_m % num_queries >= num_queries - b_real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "max_pages"])
 def _page_score_fwd_kernel(
     p_q,  # [R, Hq, T, D]
     p_centre,  # [slots, Hkv, P, D]
@@ -93,7 +93,7 @@ def _page_score_fwd_kernel(
         tl.store(p_scores + o_score, b_s, mask=m_row[:, None] & m_p[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_queries", "max_pages"])
 def _page_weight_fwd_kernel(
     p_scores,  # [R, Hkv, G * T, max_pages]
     p_tops,  # [R, Hkv, blocks, G * T]
@@ -203,7 +203,7 @@ REGIMES = (("bf16", 128, 4, 1), ("bf16", 256, 8, 8), ("bf16", 128, 16, 8), ("fp3
 """Type, head width, group and tokens of the variants compiled ahead of time."""
 
 
-def builds() ->  list[Build]:
+def builds() -> list[Build]:
     """Return the variants that are compiled ahead of time."""
     found = []
     for dtype, dim, group, tokens in REGIMES:

@@ -19,8 +19,9 @@ from dspark_kernels.checks import (
 from dspark_kernels.page_score.reference import page_score_reference
 from dspark_kernels.tiles import MIN_DOT, power_of_two
 
-MAX_ROWS = 128
-"""Query rows of a tile (heads of the group times tokens)."""
+MAX_ROWS = {2: 128, 4: 32}
+"""Query rows of a tile (heads of the group times tokens), by bytes per element: more would spill
+registers."""
 
 
 def page_score(
@@ -59,9 +60,9 @@ def page_score(
 
     Raises:
         ValueError: If shapes, types or devices do not fit.
-        NotImplementedError: On a GPU, for more than 128 query rows per key head or D over 256.
+        NotImplementedError: On a GPU, for more query rows per key head or wider heads.
 
-    Limits: group * T at most 128 (one tile of rows), D at most 256.
+    Limits: group * T at most 128, float32 32 (one tile of rows, in registers); D at most 256.
     Numerics: float32 sums; summaries in the type of the queries. Bounds tested: 2e-5 relative RMS
     in float32; bfloat16 within 1.5e-2, as its products are exact and only summed in float32.
     Layout: `query` with a contiguous last axis; `centre` and `half` contiguous and of equal shape.
@@ -81,11 +82,12 @@ def page_score(
         require_dtype(name, tensor, FLOATS)
         require_dtype(name, tensor, (query.dtype,))
     require_last_axis_contiguous("query", query)
-    for name, tensor in (("slots", slots), ("num_pages", num_pages), ("num_queries", num_queries)):
-        if tensor is not None:
-            require_shape(name, tensor, (num_rows,))
-            require_dtype(name, tensor, INTEGERS)
-            require_contiguous(name, tensor)
+    per_row = {"slots": slots, "num_pages": num_pages, "num_queries": num_queries}
+    for name, counts in per_row.items():
+        if counts is not None:
+            require_shape(name, counts, (num_rows,))
+            require_dtype(name, counts, INTEGERS)
+            require_contiguous(name, counts)
     max_pages = centre.shape[2] if max_pages is None else max_pages
     require_range("max_pages", max_pages, 0, centre.shape[2])
     device = require_same_device(
@@ -101,9 +103,10 @@ def page_score(
 
     require_contiguous("centre", centre)
     require_contiguous("half", half)
-    if power_of_two(group * most, MIN_DOT) > MAX_ROWS or dim > 256:
+    most_rows = MAX_ROWS[query.element_size()]
+    if power_of_two(group * most, MIN_DOT) > most_rows or dim > 256:
         raise NotImplementedError(
-            f"query heads per key head x tokens must be at most {MAX_ROWS} and D at most 256; got "
+            f"query heads per key head x tokens must be at most {most_rows} and D at most 256; got "
             f"{group} x {most} and D {dim}. Score fewer tokens per call."
         )
     if num_queries is None:

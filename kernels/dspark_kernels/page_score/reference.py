@@ -19,7 +19,7 @@ def page_score_reference(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # [R, Hkv, P]
     """Score as `page_score`, with sums in `dtype`; the result is float32."""
-    num_rows, num_heads, most, dim = query.shape
+    num_rows, _, most, dim = query.shape
     num_kv = centre.shape[1]
     width = centre.shape[2] if max_pages is None else max_pages
     out = torch.zeros(num_rows, num_kv, width, dtype=torch.float32, device=query.device)
@@ -30,8 +30,6 @@ def page_score_reference(
         queries = query[row, :, most - real[row] :].reshape(num_kv, -1, dim).to(dtype)
         middle = centre[slot, :, :pages].to(dtype)
         spread = half[slot, :, :pages].to(dtype)
-        scores = queries @ middle.transpose(1, 2) + alpha * (
-            queries.abs() @ spread.transpose(1, 2)
-        )
+        scores = queries @ middle.transpose(1, 2) + alpha * (queries.abs() @ spread.transpose(1, 2))
         out[row, :, :pages] = torch.softmax(scale * scores, dim=-1).mean(dim=1).float()
     return out

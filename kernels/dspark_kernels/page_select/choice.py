@@ -64,8 +64,6 @@ def pack_pages(
     counts = kept.sum(dim=-1, dtype=torch.int32)
     target = torch.where(kept, kept.cumsum(-1) - 1, max_pages)
     page = torch.arange(kept.shape[-1], dtype=torch.int32, device=kept.device).expand_as(target)
-    pages = torch.full(
-        (*kept.shape[:-1], max_pages + 1), -1, dtype=torch.int32, device=kept.device
-    )
+    pages = torch.full((*kept.shape[:-1], max_pages + 1), -1, dtype=torch.int32, device=kept.device)
     # Pages that are not kept all land in one more column, which is cut off.
     return pages.scatter_(-1, target, page)[..., :max_pages].contiguous(), counts

@@ -11,7 +11,7 @@ from dspark_kernels.tiles import Build, Launch
 LAUNCH = Launch(block=1024, num_warps=4, num_stages=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages", "max_pages"])
 def _page_pack_fwd_kernel(
     p_kept,  # [R * Hkv, P] int8
     p_pages,  # [R * Hkv, max_pages] int32

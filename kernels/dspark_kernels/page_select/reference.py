@@ -26,8 +26,8 @@ def page_select_reference(
         offers: list[tuple[float, int, int]] = []
         for head in range(num_kv):
             share = weights[row, head].tolist()
-            others = sorted(set(range(total)) - set(forced), key=lambda p, s=share: (-s[p], p))
-            ranked = (forced + others)[:max_pages]
+            others = sorted((-share[p], p) for p in set(range(total)) - set(forced))
+            ranked = (forced + [page for _, page in others])[:max_pages]
             certain = max(len(forced), floor)
             kept.append(set(ranked[:certain]))
             offers += [(-share[p], head, p) for p in ranked[certain:]]

@@ -107,5 +107,5 @@ def test_wrong_arguments_are_named():
     weights, pages = make_weights(SHAPES["joint"]), torch.tensor(SHAPES["joint"][0])
     with pytest.raises(ValueError, match="max_pages must be at least 5; got 3"):
         page_select(weights, pages, 10, max_pages=3)
-    with pytest.raises(ValueError, match="weights must be one of torch.float32"):
+    with pytest.raises(ValueError, match=r"weights must be one of torch\.float32"):
         page_select(weights.double(), pages, 10, max_pages=30)

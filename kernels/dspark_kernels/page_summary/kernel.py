@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from dspark_kernels.tiles import PAGE_SIZE, Build, Launch, ceil_div, power_of_two
+
+if TYPE_CHECKING:
+    import torch
 
 LAUNCH = Launch(block=PAGE_SIZE, num_warps=2, num_stages=1)
 
@@ -81,5 +85,6 @@ def builds() -> list[Build]:
         pointers |= dict.fromkeys(("p_slots", "p_past", "p_lengths"), "i64")
         constants: dict[str, object] = {"D": dim, "PAGE": PAGE_SIZE, "BLOCK_D": dim}
         name = f"{dtype} D{dim}"
-        found.append(Build(name, _page_summary_fwd_kernel, pointers, constants, LAUNCH))
+        kernel = _page_summary_fwd_kernel
+        found.append(Build(name, kernel, pointers, constants, LAUNCH, has_dot=False))
     return found

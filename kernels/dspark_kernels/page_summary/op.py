@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from dspark_kernels.checks import (
     FLOATS,
@@ -17,6 +17,9 @@ from dspark_kernels.checks import (
 )
 from dspark_kernels.page_summary.reference import update_page_summaries_reference
 from dspark_kernels.tiles import PAGE_SIZE, power_of_two
+
+if TYPE_CHECKING:
+    import torch
 
 
 def update_page_summaries(
@@ -51,7 +54,7 @@ def update_page_summaries(
     Raises:
         ValueError: If shapes, types or devices do not fit.
 
-    Limits: D at most 1024 (one page is held in registers).
+    Limits: D at most 512 (one page is held in registers).
     Numerics: maximum and minimum exact, c and h rounded to the type of the summaries once; so
     alpha = 1 bounds scores up to that rounding.
     Layout: `key` with a contiguous last axis; `centre` and `half` contiguous.
@@ -75,7 +78,7 @@ def update_page_summaries(
         require_dtype(name, tensor, INTEGERS)
         require_contiguous(name, tensor)
     require_range("max_new_tokens", max_new_tokens, 0)
-    require_range("D", dim, 1, 1024)
+    require_range("D", dim, 1, 512)
     if page_size != power_of_two(page_size):
         raise ValueError(f"page_size must be a power of two; got {page_size}. Use {PAGE_SIZE}.")
     device = require_same_device(

@@ -21,13 +21,13 @@ LAUNCHES = {  # (bytes per element, width of the wider head): keys per step
     (2, 64): Launch(block=64, num_warps=4, num_stages=3),
     (2, 128): Launch(block=64, num_warps=4, num_stages=2),
     (2, 256): Launch(block=32, num_warps=4, num_stages=2),
-    (4, 64): Launch(block=32, num_warps=4, num_stages=2),
-    (4, 128): Launch(block=16, num_warps=4, num_stages=2),
+    (4, 64): Launch(block=32, num_warps=8, num_stages=2),
+    (4, 128): Launch(block=16, num_warps=8, num_stages=2),
     (4, 256): Launch(block=16, num_warps=8, num_stages=1),
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_queries", "num_listed"])
 def _paged_attention_fwd_kernel(
     p_q,  # [R, Hq, T, D]
     p_k,  # [slots, Hkv, S, D]

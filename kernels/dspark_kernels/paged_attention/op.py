@@ -63,8 +63,8 @@ def paged_attention(
         NotImplementedError: On a GPU, if group times tokens is more than one tile holds.
 
     Limits: group * T * Dv (rounded up to powers of two) at most 16384, float32 4096, as the
-    accumulator stays in registers: T up to 32 for a group of 4 and D 128. `page_size` a power of two from 8 to 64, D at
-    most 256.
+    accumulator stays in registers: T up to 32 for a group of 4 and D 128. `page_size` a power of
+    two from 8 to 64, D at most 256.
     Numerics: products and softmax in float32, weights rounded to the value type before the second
     product; bounds tested: 2e-5 relative RMS in float32, 1.5e-2 in bfloat16.
     Layout: last axes contiguous, other strides free; `pages` and `counts` contiguous.

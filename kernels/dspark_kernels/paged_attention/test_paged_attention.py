@@ -9,7 +9,7 @@ is read without being seen); pages of 8 and 64.
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_kernels.paged_attention.op import paged_attention
 from dspark_kernels.paged_attention.reference import paged_attention_reference
@@ -50,9 +50,7 @@ def test_the_kernel_attends_like_the_reference(shape, dtype, device, monkeypatch
     from dspark_kernels.paged_attention import kernel
 
     lengths, heads, num_queries, dims, page, keep = shape
-    inputs = make_paged(
-        lengths, heads, num_queries, dims, dtype, device, page_size=page, keep=keep
-    )
+    inputs = make_paged(lengths, heads, num_queries, dims, dtype, device, page_size=page, keep=keep)
     launches = count_launches(monkeypatch, kernel._paged_attention_fwd_kernel)
     out, lse = launch(inputs, page)
     expected, expected_lse = paged_attention_reference(
@@ -95,6 +93,6 @@ def test_wrong_arguments_are_named():
         paged_attention(*{**inputs, "counts": inputs["counts"].long()}.values(), scale=1.0)
     with pytest.raises(ValueError, match=r"lengths must have shape \(1,\)"):
         paged_attention(*{**inputs, "lengths": torch.ones(2).long()}.values(), scale=1.0)
+    heads = {name: inputs[name].repeat(1, 3, 1, 1) for name in ("key", "value")}
     with pytest.raises(ValueError, match="query heads must be a multiple of the key heads"):
-        heads = {"key": inputs["key"].repeat(1, 3, 1, 1), "value": inputs["value"].repeat(1, 3, 1, 1)}
         paged_attention(*{**inputs, **heads}.values(), scale=1.0)

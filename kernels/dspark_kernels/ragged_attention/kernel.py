@@ -14,25 +14,25 @@ import triton.language as tl
 
 from dspark_kernels.merge_lse.kernel import merge_lse_fwd
 from dspark_kernels.online_softmax import attend_tile, finish
-from dspark_kernels.ragged_attention.tiling import MAX_ROWS, NO_SPLIT, SPLIT_TOKENS, Tile, plan_tiles
-from dspark_kernels.tiles import LOG2_E, MAX_TILE, MIN_DOT, Build, Launch, power_of_two
+from dspark_kernels.ragged_attention.tiling import NO_SPLIT, SPLIT_TOKENS
+from dspark_kernels.tiles import LOG2_E, MIN_DOT, Build, Launch, power_of_two
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from dspark_kernels.ragged_attention.tiling import Plan
 
 LAUNCHES = {  # (bytes per element, width of the wider head): keys per step
     (2, 64): Launch(block=64, num_warps=4, num_stages=3),
     (2, 128): Launch(block=64, num_warps=4, num_stages=2),
     (2, 256): Launch(block=32, num_warps=4, num_stages=2),
-    (4, 64): Launch(block=32, num_warps=4, num_stages=2),
-    (4, 128): Launch(block=16, num_warps=4, num_stages=2),
+    (4, 64): Launch(block=32, num_warps=8, num_stages=2),
+    (4, 128): Launch(block=16, num_warps=8, num_stages=2),
     (4, 256): Launch(block=16, num_warps=8, num_stages=1),
 }
 WIDE_TILE = 8_192
 """Query rows times value width from which a tile takes 8 warps."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_out"])
 def _ragged_attention_fwd_kernel(
     p_q,  # [N, Hq, D]
     p_k,  # [slots, Hkv, S, D]
@@ -92,7 +92,7 @@ def _ragged_attention_fwd_kernel(
 
     b_m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102 - known when compiling, unlike the split
         if i_split == 0:  # a sink is one more score without a value, counted once
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=0.0).to(tl.float32)
             b_m = b_sink * LOG2E
@@ -160,7 +160,7 @@ def ragged_attention_fwd(
     query: torch.Tensor,  # [N, Hq, D]
     key: torch.Tensor,  # [slots, Hkv, S, D]
     value: torch.Tensor,  # [slots, Hkv, S, Dv]
-    segments: Sequence[tuple[int, int, int]],
+    plan: Plan,
     out: torch.Tensor,  # [N, Hq, Dv]
     *,
     scale: float,
@@ -172,8 +172,6 @@ def ragged_attention_fwd(
     num_heads, dim = query.shape[1:]
     num_kv, dim_v = key.shape[1], value.shape[-1]
     group = num_heads // num_kv
-    max_rows = min(MAX_ROWS, MAX_TILE[key.element_size()] // power_of_two(dim_v, MIN_DOT))
-    plan = plan_tiles(segments, group, window, max_rows)
     features = {
         "HAS_WINDOW": window is not None,
         "HAS_CAP": softcap is not None,
@@ -181,13 +179,12 @@ def ragged_attention_fwd(
     }
 
     def launch(
-        tiles: list[Tile], rows: int, split: int, target: torch.Tensor, sums: torch.Tensor
+        table: torch.Tensor, rows: int, split: int, target: torch.Tensor, sums: torch.Tensor
     ) -> None:
         num_splits, num_out = sums.shape[:2]
-        table = torch.tensor(tiles, dtype=torch.int32, device=query.device)
         chosen = choose(dim, dim_v, key.element_size(), rows)
         flags = {**features, "IS_PARTIAL": num_splits > 1}
-        _ragged_attention_fwd_kernel[(len(tiles), num_kv, num_splits)](
+        _ragged_attention_fwd_kernel[(len(table), num_kv, num_splits)](
             query, key, value, query if sinks is None else sinks, table, target, sums,
             scale, softcap or 0.0, num_out, num_kv, window or 0, split,
             *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
@@ -197,7 +194,7 @@ def ragged_attention_fwd(
 
     if plan.long:
         lse = out.new_empty((1, out.shape[0], num_heads), dtype=torch.float32)
-        launch(plan.long, plan.long_rows, NO_SPLIT, out, lse)
+        launch(plan.table(0, out.device), plan.long_rows, NO_SPLIT, out, lse)
     if not plan.short:
         return
     # Beside a prompt, or split, the short runs write to a buffer of their own.
@@ -208,12 +205,12 @@ def ragged_attention_fwd(
         shape = (plan.num_splits, num_short, num_heads)
         parts = result.new_empty((*shape, dim_v), dtype=torch.float32)
         sums = sums.new_empty(shape)
-    for rows, tiles in plan.short.items():
-        launch(tiles, rows, SPLIT_TOKENS, parts, sums)
+    for rows in plan.short:
+        launch(plan.table(rows, out.device), rows, SPLIT_TOKENS, parts, sums)
     if is_split:
         merge_lse_fwd(parts, sums, result, sums.new_empty(sums.shape[1:]))
     if plan.long:
-        out.index_copy_(0, torch.tensor(plan.short_places, device=out.device), result)
+        out.index_copy_(0, plan.places(out.device), result)
 
 
 REGIMES = (

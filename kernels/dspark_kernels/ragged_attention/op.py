@@ -16,6 +16,7 @@ from dspark_kernels.checks import (
     require_shape,
     runs_triton,
 )
+from dspark_kernels.ragged_attention.tiling import Plan, plan_tiles, rows_per_tile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +95,7 @@ def ragged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [Hq]
+    plan: Plan | None = None,
 ) -> torch.Tensor:  # [N, Hq, Dv]
     """Attend the new tokens of all rows of a step, each run to its own cache slot, causally.
 
@@ -107,6 +109,8 @@ def ragged_attention(
         window: A token sees so many positions up to its own; None means all.
         softcap: c in c * tanh(x / c), applied before the softmax.
         sinks: One logit per query head that takes probability and gives no value, of shape (Hq,).
+        plan: From `make_plan` with the same segments, window and shapes, to be shared by the layers
+            of a step; None makes one. Used on a GPU only.
 
     Returns:
         torch.Tensor: Of shape (N, Hq, Dv), contiguous.
@@ -150,10 +154,29 @@ def ragged_attention(
         )
     from dspark_kernels.ragged_attention.kernel import ragged_attention_fwd
 
+    if plan is None:
+        plan = make_plan(segments, query, key, value, window)
     ragged_attention_fwd(
-        query, key, value, segments, out, scale=scale, window=window, softcap=softcap, sinks=sinks
+        query, key, value, plan, out, scale=scale, window=window, softcap=softcap, sinks=sinks
     )
     return out
+
+
+def make_plan(
+    segments: Sequence[tuple[int, int, int]],
+    query: torch.Tensor,  # [N, Hq, D]
+    key: torch.Tensor,  # [slots, Hkv, S, D]
+    value: torch.Tensor,  # [slots, Hkv, S, Dv]
+    window: int | None = None,
+) -> Plan:
+    """Cut a step's runs into tiles once for all layers of these shapes; as in `ragged_attention`.
+
+    Returns:
+        Plan: Holds its tables on the device after the first use.
+    """
+    group = require_groups(query.shape[1], key.shape[1])
+    rows = rows_per_tile(value.shape[-1], key.element_size())
+    return plan_tiles(segments, group, window, rows)
 
 
 def _check_segments(
@@ -198,8 +221,10 @@ def _attend_segments(
         rows = query[start : start + count].transpose(0, 1)[None]
         keys, values = key[slot : slot + 1, :, first:end], value[slot : slot + 1, :, first:end]
         mask = pack_mask(visible[None], group, query.dtype)
-        form = {"scale": scale, "softcap": softcap, "sinks": sinks}
-        out[start : start + count] = packed_attention(rows, keys, values, mask, **form)[0]
+        attended = packed_attention(
+            rows, keys, values, mask, scale=scale, softcap=softcap, sinks=sinks
+        )
+        out[start : start + count] = attended[0]
         start += count
 
 

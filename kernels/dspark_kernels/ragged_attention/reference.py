@@ -78,9 +78,10 @@ def ragged_attention_reference(
             visible &= position > place - window
         rows = query[start : start + count].transpose(0, 1)[None]
         cached = slice(slot, slot + 1), slice(None), slice(0, past + count)
-        form = {"scale": scale, "softcap": softcap, "sinks": sinks, "dtype": dtype}
-        outs.append(
-            packed_attention_reference(rows, key[cached], value[cached], visible[None], **form)[0]
-        )
+        attended = packed_attention_reference(
+            rows, key[cached], value[cached], visible[None],
+            scale=scale, softcap=softcap, sinks=sinks, dtype=dtype,
+        )  # fmt: skip
+        outs.append(attended[0])
         start += count
     return torch.cat(outs)

@@ -9,7 +9,7 @@ window starting mid-tile; soft-cap; sinks, also with splits (counted once); NaN 
 import pytest
 import torch
 
-from dspark_kernels.ragged_attention.op import ragged_attention
+from dspark_kernels.ragged_attention.op import make_plan, ragged_attention
 from dspark_kernels.ragged_attention.reference import ragged_attention_reference
 from dspark_kernels.testing.bounds import RELATIVE_RMS, assert_close, poisoned
 from dspark_kernels.testing.interpreter import count_launches
@@ -57,7 +57,8 @@ def test_the_kernel_attends_like_the_reference(shape, dtype, device, monkeypatch
     inputs, segments, form = make_inputs(shape, dtype, device)
     out = poisoned((*inputs[0].shape[:2], inputs[2].shape[-1]), dtype, device)
     launches = count_launches(monkeypatch, kernel._ragged_attention_fwd_kernel)
-    kernel.ragged_attention_fwd(*inputs, segments, out.tensor, **form)
+    plan = make_plan(segments, *inputs, form.get("window"))
+    kernel.ragged_attention_fwd(*inputs, plan, out.tensor, **form)
     expected = ragged_attention_reference(*inputs, segments, **form)
     assert_close(out.tensor, expected, RELATIVE_RMS[dtype])
     out.assert_intact()
@@ -70,12 +71,14 @@ def test_a_run_does_not_depend_on_its_neighbours(name, device):
 
     (query, key, value), segments, form = make_inputs(SHAPES[name], torch.float32, device)
     together = query.new_empty(*query.shape[:2], value.shape[-1])
-    kernel.ragged_attention_fwd(query, key, value, segments, together, **form)
+    plan = make_plan(segments, query, key, value)
+    kernel.ragged_attention_fwd(query, key, value, plan, together, **form)
     start = 0
     for segment in segments:
         rows = slice(start, start + segment[2])
         alone = torch.empty_like(together[rows])
-        kernel.ragged_attention_fwd(query[rows], key, value, [segment], alone, **form)
+        plan = make_plan([segment], query, key, value)
+        kernel.ragged_attention_fwd(query[rows], key, value, plan, alone, **form)
         assert torch.equal(alone, together[rows])
         start = rows.stop
 
@@ -86,6 +89,14 @@ def test_the_cpu_path_attends_like_the_reference(shape):
     out = ragged_attention(*inputs, segments, **form)
     expected = ragged_attention_reference(*inputs, segments, **form)
     assert_close(out, expected, RELATIVE_RMS[torch.float32])
+
+
+def test_a_plan_uploads_its_tables_once():
+    inputs, segments, _ = make_inputs(SHAPES["prompt-and-draft"], torch.float32, "cpu")
+    plan = make_plan(segments, *inputs)
+    device = torch.device("cpu")
+    assert plan.table(0, device) is plan.table(0, device)
+    assert plan.places(device).tolist() == [45, 46]
 
 
 def test_wrong_segments_are_named():

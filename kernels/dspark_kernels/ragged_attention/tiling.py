@@ -1,11 +1,13 @@
-"""Which tiles of rows a ragged step is made of; plain Python, from the runs alone."""
+"""Which tiles of rows a ragged step is made of, from the runs alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dspark_kernels.tiles import MIN_DOT, ceil_div, power_of_two
+import torch
+
+from dspark_kernels.tiles import MAX_TILE, MIN_DOT, ceil_div, power_of_two
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +23,9 @@ Tile = tuple[int, int, int, int, int]
 """Slot, position of the first token, its place in the step, tokens, place in the tile's output."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """The tiles of a step.
+    """The tiles of a step; layers share it, so that its tables reach the device once.
 
     Attributes:
         short: By tile height, the runs that fit one tile; they are split along the keys.
@@ -39,6 +41,29 @@ class Plan:
     long_rows: int
     num_splits: int
     short_places: list[int]
+    _on_device: dict[tuple[str, int, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def table(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Return the tiles of a height, int32 (tiles, 5); the long ones for `rows` 0."""
+        tiles = self.long if rows == 0 else self.short[rows]
+        return self._upload("tiles", rows, tiles, torch.int32, device)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Return `short_places`, int64."""
+        return self._upload("places", 0, self.short_places, torch.int64, device)
+
+    def _upload(
+        self, name: str, rows: int, values: object, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        key = (name, rows, device)
+        if key not in self._on_device:
+            self._on_device[key] = torch.tensor(values, dtype=dtype, device=device)
+        return self._on_device[key]
+
+
+def rows_per_tile(dim_v: int, element_bytes: int) -> int:
+    """Return how many query rows a tile of the GPU kernel has, for a value width and type."""
+    return min(MAX_ROWS, MAX_TILE[element_bytes] // power_of_two(dim_v, MIN_DOT))
 
 
 def plan_tiles(

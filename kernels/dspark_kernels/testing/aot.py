@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,19 @@ class Resources:
         if self.stack_bytes:
             found.append(f"{self.stack_bytes} B of stack")
         return found
+
+
+def with_ones(build: Build) -> Build:
+    """Return the variant the launcher compiles when every count it specialises on is 1.
+
+    Such arguments become compile-time constants, which have fewer methods than values.
+    """
+    ones = {
+        name: 1
+        for name in build.kernel.arg_names
+        if _type_of(name, build) == "i32" and name not in build.kernel.do_not_specialize
+    }
+    return replace(build, name=f"{build.name}, ones", constants={**build.constants, **ones})
 
 
 def compile_build(build: Build, chip: Chip) -> Resources:

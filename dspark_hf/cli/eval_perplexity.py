@@ -1,0 +1,183 @@
+"""`dspark-hf eval perplexity`: perplexity, and what sparse attention costs of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dspark_hf.cli.progress import counting, show_table
+from dspark_hf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dspark_hf.attention.policy import SparsePolicy
+    from dspark_hf.evaluation.drift import DriftReport
+    from dspark_hf.evaluation.needle import NeedleResult
+
+
+def perplexity(
+    model: Annotated[str, typer.Argument(help="Path or hub id of the model.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text file. Default: Python's reference."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="quality, fast, or none: no drift.")] = "quality",
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens read per key head; several make a sweep."),
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 8192,
+    scored: Annotated[int, typer.Option(min=1, help="Tokens scored at most.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    needle: Annotated[
+        bool, typer.Option("--needle", help="Also ask for a code hidden at ten depths.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw drift and speed against tokens here.")
+    ] = None,
+) -> None:
+    """Measure perplexity, dense beside sparse on the same tokens, step by step as in decoding.
+
+    Sparse attention is not lossless; the drift is what it costs. With `--policy none`, plain
+    perplexity over sliding windows.
+    """
+    from dspark_hf.benchmarks.environment import command_line, conditions, machine
+    from dspark_hf.cli import session
+    from dspark_hf.evaluation.drift import perplexity_drift
+    from dspark_hf.evaluation.needle import needle_check
+    from dspark_hf.evaluation.plots import require_matplotlib
+
+    policies = _policies(policy, tokens or [])
+    if (needle or plot is not None) and not policies:
+        raise ConfigError("--needle and --plot need a policy; got --policy none. Choose another.")
+    if plot is not None:
+        require_matplotlib()
+    wrapped, tokenizer = session.load(model, "none", dtype)
+    results: dict[str, Any] = {
+        "model": Path(model).name,
+        "dtype": dtype,
+        "data": "pydoc_data.topics" if data is None else data.name,
+        "machine": machine(),
+        "conditions": conditions(command_line(sys.argv[1:])),
+    }
+    console = Console(stderr=True)
+    if not policies:
+        results["perplexity"] = _plain(wrapped, tokenizer, data, context, scored)
+    reports: dict[str, DriftReport] = {}
+    if policies:
+        with counting(console, "policies", len(policies)) as tell:
+            for name, chosen in policies.items():
+                reports[name] = perplexity_drift(
+                    wrapped, tokenizer, data, chosen, context=context, scored=scored
+                )
+                tell(1)
+        _show_drift(reports)
+        results["drift"] = [
+            {"policy": name, "tokens": policies[name].tokens, "mass": policies[name].mass}
+            | report.to_dict()
+            for name, report in reports.items()
+        ]
+    if needle:
+        with counting(console, "answers", 10 * (1 + len(policies))) as tell:
+            answers = needle_check(
+                wrapped, tokenizer, policies, data, context=context, observer=tell
+            )
+        _show_needle(answers)
+        results["needle"] = [answer.to_dict() for answer in answers]
+    if json_file is not None:
+        json_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {json_file}", soft_wrap=True)
+    if plot is not None:
+        from dspark_hf.evaluation.drift_plot import draw_sweep
+
+        draw_sweep(results, plot)
+        console.print(f"wrote {plot}", soft_wrap=True)
+
+
+def _policies(name: str, tokens: Sequence[int]) -> dict[str, SparsePolicy]:
+    """Return the policies to measure, by the name that tables show."""
+    from dspark_hf.attention.policy import PRESETS
+
+    if name == "none":
+        if tokens:
+            raise ConfigError(
+                f"--tokens needs a policy; got --policy none with {list(tokens)}. Choose one of "
+                f"{sorted(PRESETS)}."
+            )
+        return {}
+    if name not in PRESETS:
+        raise ConfigError(f"--policy must be one of {[*sorted(PRESETS), 'none']}; got {name!r}.")
+    preset = PRESETS[name]
+    if not tokens:
+        return {name: preset}
+    return {f"{name} {count}": replace(preset, tokens=count) for count in sorted(set(tokens))}
+
+
+def _plain(model: Any, tokenizer: Any, data: Any, context: int, scored: int) -> dict[str, Any]:
+    from dspark_hf.benchmarks.markers import Table
+    from dspark_hf.evaluation.perplexity import perplexity as measure
+
+    report = measure(model, tokenizer, data, context=context, max_tokens=scored + 1)
+    header = ["perplexity", "scored tokens", "windows", "context", "stride", "BOS"]
+    facts = [report.scored, report.windows, report.context, report.stride, report.bos]
+    row = [f"{report.ppl:.4f}", *map(str, facts)]
+    show_table(Table("Perplexity", header, [row], ""))
+    return report.to_dict()
+
+
+def _show_drift(reports: Mapping[str, DriftReport]) -> None:
+    from dspark_hf.benchmarks.markers import Table
+
+    header = [
+        "policy", "dense", "sparse", "drift", "95 % interval", "KL", "top-1", "pages a head",
+        "share read", "calls", "speed of steps",
+    ]  # fmt: skip
+    rows = []
+    for name, report in reports.items():
+        low, high = report.drift_interval
+        rows.append(
+            [
+                name,
+                f"{report.ppl_dense:.4f}",
+                f"{report.ppl_sparse:.4f}",
+                f"{report.drift:+.2%}",
+                f"{low:+.2%} to {high:+.2%}",
+                f"{report.kl:.4f}",
+                f"{report.top1:.1%}",
+                f"{report.mean_pages:.1f} ± {report.spread_pages:.1f}",
+                f"{report.share:.1%}",
+                str(report.sparse_calls),
+                f"{report.dense_s / report.sparse_s:.2f}x",
+            ]
+        )
+    first = next(iter(reports.values()))
+    note = (
+        f"{first.scored} tokens scored in {first.windows} windows of {first.context}, prompt read "
+        f"densely, then steps of {first.step_tokens} token; speed against our dense steps."
+    )
+    show_table(Table("Drift of sparse attention", header, rows, note))
+
+
+def _show_needle(answers: Sequence[NeedleResult]) -> None:
+    from dspark_hf.benchmarks.markers import Table
+
+    depths = sorted({answer.depth for answer in answers})
+    found = {(answer.policy, answer.depth): answer.found for answer in answers}
+    rows = [
+        [
+            name,
+            f"{sum(found[name, depth] for depth in depths)} of {len(depths)}",
+            *("found" if found[name, depth] else "-" for depth in depths),
+        ]
+        for name in dict.fromkeys(answer.policy for answer in answers)
+    ]
+    header = ["policy", "found", *(f"{depth:.0%}" for depth in depths)]
+    show_table(Table("Needle, by depth", header, rows, ""))

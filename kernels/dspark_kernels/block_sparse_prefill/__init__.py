@@ -1,0 +1,1 @@
+"""Prompt attention where each tile of queries reads a list of cache pages."""

@@ -1,0 +1,163 @@
+"""`eval perplexity`, the needle and the sweep's plot, on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dspark_hf.attention.policy import SparsePolicy
+from dspark_hf.attention.sparse import SparseStats
+from dspark_hf.cli.app import app
+from dspark_hf.errors import ConfigError
+from dspark_hf.evaluation.needle import DEPTHS, NEEDLE, hide, needle_check
+from evaluation_files import save_target
+from harness import wrapped
+
+FULL = SparsePolicy(tokens=4096)
+SIZES = ("--context", 200, "--scored", 30, "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    folder = tmp_path_factory.mktemp("target")
+    return folder, *save_target(folder)
+
+
+def run(*arguments: object, fails: bool = False) -> str:
+    words = ["eval", "perplexity", *map(str, arguments)]
+    result = CliRunner().invoke(app, words)
+    assert (result.exit_code != 0) == fails, result.output
+    return " ".join(result.output.split())
+
+
+def test_plain_perplexity_of_a_file_is_printed_and_stored(
+    saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat and the dog . " * 40, encoding="utf-8")
+    out = tmp_path / "out.json"
+    printed = run(saved[0], "--data", text, "--policy", "none", "--json", out, *SIZES)
+    held = json.loads(out.read_text(encoding="utf-8"))
+    assert held["perplexity"]["scored"] == 30
+    assert f"{held['perplexity']['ppl']:.4f}" in printed
+    assert held["data"] == "text.txt"
+    assert "drift" not in held
+
+
+def test_a_sweep_is_printed_stored_and_drawn(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "sweep.png"
+    printed = run(
+        saved[0], "--policy", "fast", "--tokens", 160, "--tokens", 80, "--tokens", 256,
+        "--json", out, "--plot", plot, *SIZES,
+    )  # fmt: skip
+    few, more, full = json.loads(out.read_text(encoding="utf-8"))["drift"]
+    assert (few["tokens"], more["tokens"], full["tokens"]) == (80, 160, 256)
+    assert few["share"] < more["share"] < full["share"] == 1
+    assert abs(full["drift"]) < 1e-5
+    assert min(few["sparse_calls"], few["dense_s"], few["sparse_s"]) > 0
+    assert "fast 160" in printed
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_preset_may_be_checked_with_a_needle(
+    saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    printed = run(saved[0], "--policy", "quality", "--needle", "--json", out, *SIZES)
+    held = json.loads(out.read_text(encoding="utf-8"))
+    assert len(held["drift"]) == 1
+    assert len(held["needle"]) == 20
+    assert "of 10" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--policy", "quick"), "fast"),
+        (("--policy", "none", "--needle"), "needle"),
+        (("--policy", "none", "--tokens", 80), "--tokens"),
+        (("--tokens", 16), "tokens must cover"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(
+    saved: tuple[Path, Any, Any], options: tuple[object, ...], named: str
+) -> None:
+    assert named in run(saved[0], *options, fails=True)
+
+
+def test_a_haystack_has_its_length_and_its_needle_in_place(saved: tuple[Path, Any, Any]) -> None:
+    tokenizer = saved[2]
+    needle = tokenizer(NEEDLE.format(code="2"), add_special_tokens=False)["input_ids"]
+    for depth in DEPTHS:
+        ids = hide(tokenizer, [3] * 500, 200, depth, "2").ids
+        assert len(ids) == 200
+        place = next(i for i in range(200) if ids[i : i + len(needle)] == needle)
+        assert ids[:place] == [3] * place
+        assert place == round(depth * ids.count(3))
+    for context in (10, 5000):
+        with pytest.raises(ConfigError, match="context"):
+            hide(tokenizer, [3] * 500, context, 0.5, "2")
+
+
+def test_with_all_pages_the_answers_are_the_dense_ones(saved: tuple[Path, Any, Any]) -> None:
+    _, model, tokenizer = saved
+    with wrapped(model, drafter=None):
+        answers = needle_check(
+            model, tokenizer, {"all": FULL}, context=200, depths=(0.2, 0.9), max_new_tokens=4
+        )
+    for dense, full in (answers[:2], answers[2:]):
+        assert (dense.policy, full.policy) == ("dense", "all")
+        assert (dense.code, dense.answer) == (full.code, full.answer)
+        assert dense.calls == 0 < full.calls
+
+
+class Finder:
+    """Answers with the code it is asked for when dense, with a wrong one when sparse."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.is_sparse = False
+        self.dspark = SimpleNamespace(sparse_attention=self._sparse)
+
+    @contextmanager
+    def _sparse(self, policy: SparsePolicy) -> Iterator[SparseStats]:
+        assert policy.min_context == 0
+        self.is_sparse = True
+        yield SparseStats(calls=1)
+        self.is_sparse = False
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        text = "".join(map(chr, input_ids[0].tolist()))
+        code = text.split("code is ")[1][:5]
+        answer = code[:-1] if self.is_sparse else f" {code}."
+        return torch.cat([input_ids, torch.tensor([[ord(c) for c in answer]])], dim=1)
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+        return "".join(map(chr, ids.tolist()))
+
+
+def test_a_code_counts_as_found_only_in_whole() -> None:
+    model: Any = Finder()
+    tokenizer: Any = Letters()
+    answers = needle_check(model, tokenizer, {"few": FULL}, "grass " * 100, context=300)
+    assert [answer.found for answer in answers] == [True, False] * 10
+    assert len({answer.code for answer in answers}) == 10
