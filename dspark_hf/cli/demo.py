@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHOWN = {
     "rewrite-03": "A code edit: the answer repeats the prompt, so lookup drafts well",
-    "chat-03": "An open question: there is little to copy, so a trained drafter guesses, if one ships",
+    "chat-03": "An open question: little to copy; a trained drafter guesses, if one ships",
 }
 """Prompts of the side-by-side part and what they show."""
 BATCHED = ("rewrite-03", "chat-03", "rewrite-10", "code-10")

@@ -82,7 +82,8 @@ def _promise(base: str, drafts: int, last: Mapping[str, Any]) -> str:
 def _use(base: str) -> str:
     return (
         "```python\nfrom dspark_hf import DSparkForCausalLM\n\n"
-        f'model = DSparkForCausalLM.from_pretrained("{base}", drafter="PATH_OF_THIS_FOLDER")\n```\n'
+        "model = DSparkForCausalLM.from_pretrained(\n"
+        f'    "{base}", drafter="PATH_OF_THIS_FOLDER"\n)\n```\n'
     )
 
 

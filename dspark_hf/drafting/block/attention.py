@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
         if weight is not None and weight.dtype != states.dtype:
             # Under autocast; of unequal types the quick kernel is not used.
             weight = weight.to(states.dtype)
-        return F.rms_norm(states, (self.width,), weight, self.eps)
+        return cast("torch.Tensor", F.rms_norm(states, (self.width,), weight, self.eps))
 
 
 class BlockAttention(nn.Module):
