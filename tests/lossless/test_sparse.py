@@ -7,6 +7,7 @@ never do is leak, out of its context, its row, or its model. Self-sparse draftin
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +212,11 @@ def test_self_sparse_drafts_do_not_change_coupled_samples(plain: Any) -> None:
         with wrapped(plain, drafter, coupled) as model:
             found.append(texts(model, PROMPTS, do_sample=True))
     assert found[0] == found[1]
-    with wrapped(plain, self_sparse()) as model:
+    rejecting = replace(coupled, acceptance="rejection")
+    with wrapped(plain, self_sparse(), rejecting) as model:
         out = generate(model, PROMPTS, max_new_tokens=NEW, do_sample=True)
-    assert all(record.accepted > 0 for record in out.speculation)
+    assert all(record.verified > 0 for record in out.speculation)
+    assert sum(record.accepted for record in out.speculation) > 0
 
 
 def test_a_self_sparse_draft_keeps_the_rows_own_sparse_reading(plain: Any) -> None:
