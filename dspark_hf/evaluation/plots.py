@@ -200,8 +200,9 @@ def _legend_below(figure: Figure, axis: Axes) -> None:
 
 
 def _titled(figure: Figure, run: Mapping[str, Any], title: str) -> Figure:
+    # What was measured goes on a line of its own: one line would be cut at the figure's edge.
     figure.suptitle(
-        f"{title} ({run['drafter']}, {run['dtype']})", x=0.01, ha="left", fontsize=12, weight="bold"
+        f"{title}\n{run['drafter']}, {run['dtype']}", x=0.01, ha="left", fontsize=11, weight="bold"
     )
     return figure
 
