@@ -93,11 +93,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Norm the last axis."""
-        weight = self.weight
+        weight: torch.Tensor | None = self.weight
         if weight is not None and weight.dtype != states.dtype:
             # Under autocast; of unequal types the quick kernel is not used.
             weight = weight.to(states.dtype)
-        return cast("torch.Tensor", F.rms_norm(states, (self.width,), weight, self.eps))
+        return F.rms_norm(states, (self.width,), weight, self.eps)
 
 
 class BlockAttention(nn.Module):
