@@ -185,7 +185,7 @@ class BlockDrafter:
         return [
             Proposal(
                 ids[i][:count],
-                torch.stack(probs[i]) if probs[i] else None,
+                self._over_target(probs[i]),
                 confidence=told[i][:count] if told else (),
             )
             for i, count in enumerate(wanted)
@@ -205,7 +205,7 @@ class BlockDrafter:
             drawing: Rows that draw. One that has all it wants draws no more: what a row draws may
                 not depend on its neighbours.
             logits: Of shape (R, V_draft).
-            probs: Gets the distribution over the target's ids of each drawing row.
+            probs: Gets the distribution over the draft ids of each drawing row.
 
         Returns:
             torch.Tensor: The target's ids, (R,).
@@ -222,9 +222,15 @@ class BlockDrafter:
             else:
                 # No number to draw by: a one-point distribution stays exact.
                 row = F.one_hot(chosen[i], len(row)).to(row.dtype)
-            vocab_size = int(compat.text_config(self.target).vocab_size)
-            probs[i].append(self.vocabulary.scatter(row[None], vocab_size)[0].cpu())
+            probs[i].append(row)
         return self.vocabulary.to_target(chosen)
+
+    def _over_target(self, probs: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return a row's distributions over the target's ids, spread all at once; None for none."""
+        if not probs:
+            return None
+        vocab_size = int(compat.text_config(self.target).vocab_size)
+        return self.vocabulary.scatter(torch.stack(probs), vocab_size).cpu()
 
     def _confidence(self, hidden: torch.Tensor, tokens: list[torch.Tensor]) -> list[list[float]]:
         """Return each row's calibrated confidences; none where there is no head.
