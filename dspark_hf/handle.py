@@ -293,13 +293,7 @@ class DSparkHandle:
     def _new_reading(self, policy: SparsePolicy | None, stats: SparseStats) -> SparseReading | None:
         if policy is None:
             return None
-        choice = self.target_choice()
-        if choice.path != "flat" or choice.gathers:
-            reason = choice.reason or "it caches a compressed form"
-            raise NotImplementedError(
-                "sparse attention needs a model that runs on the flat target; "
-                f"{type(self.model).__name__} does not: {reason}. Decode it densely."
-            )
+        self.target_choice().require_sparse(self.model, "Decode it densely.")
         if policy.min_context is not None:
             return SparseReading(policy, stats, policy.min_context)
         key = (policy, self.model.dtype, compat.input_device(self.model), torch.get_num_threads())

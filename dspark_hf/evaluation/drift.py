@@ -127,13 +127,7 @@ def perplexity_drift(
             f"scored_per_window must lie between 1 and context - 1 = {context - 1}; got "
             f"{scored_per_window}."
         )
-    choice = choose_target(model)
-    if choice.path != "flat" or choice.gathers:
-        reason = choice.reason or "it caches a compressed form"
-        raise NotImplementedError(
-            "sparse attention needs a model that runs on the flat target; "
-            f"{type(model).__name__} does not: {reason}. Measure it with perplexity()."
-        )
+    choose_target(model).require_sparse(model, "Measure it with perplexity().")
     windows = _windows(tokenizer, data, context, max(1, scored // scored_per_window))
     pairs, stats = _Pairs(), SparseStats()
     for ids in windows:

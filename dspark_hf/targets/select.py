@@ -46,6 +46,23 @@ class Choice:
     reason: str = ""
     gathers: bool = False
 
+    def require_sparse(self, model: PreTrainedModel, remedy: str) -> None:
+        """Refuse a model whose long contexts cannot be read in part.
+
+        Args:
+            model: The model the choice was made for.
+            remedy: What to do instead, a sentence.
+
+        Raises:
+            NotImplementedError: If it does not run on the flat target, or caches what it expands.
+        """
+        if self.path != "flat" or self.gathers:
+            reason = self.reason or "it caches a compressed form"
+            raise NotImplementedError(
+                "sparse attention needs a model that runs on the flat target; "
+                f"{type(model).__name__} does not: {reason}. {remedy}"
+            )
+
     def build(
         self, model: PreTrainedModel, num_positions: int, *, like_plain: bool = False
     ) -> Target:
