@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dspark_hf.errors import CheckpointError, ConfigError
+from dspark_hf.files import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,9 +83,8 @@ def prepare_smollm2(folder: Path | None = None, *, dtype: str = "float32") -> Pa
 
 
 def _default_folder(dtype: str) -> Path:
-    root = os.environ.get("DSPARK_HF_CACHE") or "~/.cache/dspark_hf"
     suffix = "" if dtype == "float32" else f"-{dtype}"
-    return Path(root).expanduser() / f"smollm2-135m-instruct{suffix}"
+    return cache_folder() / f"smollm2-135m-instruct{suffix}"
 
 
 def _is_empty(folder: Path) -> bool:

@@ -16,6 +16,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark_hf.files import cache_folder
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -125,8 +127,7 @@ def mark_stale(folder: Path, key: Mapping[str, str]) -> None:
 
 def profile_folder() -> Path:
     """Return where profiles are kept: `profiles` under `$DSPARK_HF_CACHE` or its default."""
-    root = os.environ.get("DSPARK_HF_CACHE") or "~/.cache/dspark_hf"
-    return Path(root).expanduser() / "profiles"
+    return cache_folder() / "profiles"
 
 
 def profile_path(folder: Path, key: Mapping[str, str]) -> Path:
