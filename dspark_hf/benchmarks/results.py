@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.errors import ConfigError
+from dspark_hf.files import written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,9 +87,8 @@ def merge(results: Mapping[str, Any], key: str, run: Mapping[str, Any]) -> dict[
 def save_results(path: Path, results: Mapping[str, Any]) -> None:
     """Write a result file; one that is there is replaced only by a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(_dumped(results), encoding="utf-8")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(_dumped(results), encoding="utf-8")
 
 
 def _dumped(results: Mapping[str, Any]) -> str:

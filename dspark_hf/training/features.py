@@ -6,7 +6,6 @@ later epochs and runs. The published pipeline stores every text's features first
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from dspark_hf import compat
 from dspark_hf.drafting.block.taps import FeatureTaps
+from dspark_hf.files import written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,6 @@ class LessonSource:
         if path is None or self.used_bytes >= self.most_bytes:
             return
         # Processes of one run may share the folder: none reads what another is writing.
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        save_file(vars(lesson), partial)
-        partial.replace(path)
+        with written_whole(path, is_shared=True) as partial:
+            save_file(vars(lesson), partial)
         self.used_bytes += path.stat().st_size

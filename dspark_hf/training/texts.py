@@ -25,6 +25,7 @@ import torch
 from tqdm.auto import tqdm
 
 from dspark_hf.errors import ConfigError
+from dspark_hf.files import written_whole
 from dspark_hf.losslessness import end_ids
 from dspark_hf.targets.select import choose_target
 from dspark_hf.training.data import Text
@@ -324,6 +325,5 @@ def _repair(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _replace(path: Path, content: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(content, encoding="utf-8")
-    partial.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(content, encoding="utf-8")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tqdm.auto import tqdm
 
+from dspark_hf.files import written_whole
 from dspark_hf.training.data import batches
 from dspark_hf.training.distill import distribution_distance
 from dspark_hf.training.forcing import Batch, TeacherForcing, gather, predict
@@ -148,9 +149,8 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "settings": self.settings.as_dict(),
         }
-        partial = self.folder / f"{STATE_FILE}.partial"
-        torch.save(state, partial)
-        partial.replace(self.folder / STATE_FILE)
+        with written_whole(self.folder / STATE_FILE) as partial:
+            torch.save(state, partial)
 
     def resume(self) -> bool:
         """Continue from the saved state, if there is one."""

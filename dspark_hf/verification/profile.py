@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark_hf.files import cache_folder
+from dspark_hf.files import cache_folder, written_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +148,7 @@ def _entry(value: dict[str, Any]) -> StepSeconds:
 
 def _write(path: Path, values: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=1)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    # Every process that measures this model writes this file.
+    with written_whole(path, is_shared=True) as partial:
+        partial.write_text(json.dumps(values, indent=1), encoding="utf-8")
     return path

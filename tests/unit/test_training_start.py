@@ -156,6 +156,19 @@ def test_half_a_file_is_computed_again(model, tmp_path):
     assert same(whole, stored)
 
 
+def test_a_lesson_that_cannot_be_written_leaves_no_file(model, tmp_path, monkeypatch):
+    def full(tensors, path):
+        path.write_bytes(b"half a file")
+        raise OSError("no space left on device")
+
+    lessons = source(model, tmp_path, 10**9)
+    monkeypatch.setattr("dspark_hf.training.features.save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        lessons.get([1])
+    assert not list(tmp_path.iterdir())
+    assert lessons.used_bytes == 0
+
+
 def test_the_folder_stays_within_its_bytes(model, tmp_path):
     limited = source(model, tmp_path, 5_000)
     limited.get(range(6))
