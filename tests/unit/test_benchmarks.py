@@ -1,4 +1,4 @@
-"""The benchmark cannot flatter: order, pairing, comparison and tables on made-up timings."""
+"""The benchmark cannot flatter: order, pairing, comparison and files on made-up timings."""
 
 from __future__ import annotations
 
@@ -12,30 +12,16 @@ import pytest
 import torch
 
 import tiny
-from dspark_hf.benchmarks import (
-    comparing,
-    contenders,
-    environment,
-    markers,
-    results,
-    tables,
-    timing,
-)
+from benchmark_runs import MACHINE, THREE_CALLS, file_of, run_of, sample
+from dspark_hf.benchmarks import comparing, contenders, environment, results, timing
 from dspark_hf.benchmarks.bench import warm_up
 from dspark_hf.benchmarks.comparing import Difference
 from dspark_hf.benchmarks.contenders import Contender
 from dspark_hf.benchmarks.contest import Item, Outcome, hold, new_tokens, whole_call
 from dspark_hf.benchmarks.prompts import alternating, batch_item
 from dspark_hf.benchmarks.settings import BenchSettings
-from dspark_hf.benchmarks.stats import Sample, paired_ratios, spread, summarise
+from dspark_hf.benchmarks.stats import paired_ratios, spread, summarise
 from dspark_hf.errors import ConfigError
-
-COUNTS = {
-    "path": "flat", "rounds": 9, "drafted": 40, "verified": 30, "accepted": 10,
-    "rechecks": 2, "flips": 1,
-}  # fmt: skip
-
-MACHINE = {"cpu": "Toy CPU", "cores": 2}
 
 
 class FakeClock:
@@ -65,39 +51,9 @@ def item(name: str = "chat-01", group: str = "chat", length: int = 3) -> Item:
     return Item(name, group, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 4)
 
 
-def sample(contender: str, repeat: int = 0, wall_s: float = 1.0, **changes: Any) -> Sample:
-    values: dict[str, Any] = {
-        "item": "chat-01", "group": "chat", "place": 0, "cpu_s": 2 * wall_s, "prompt_tokens": 3,
-        "new_tokens": 20,
-    }  # fmt: skip
-    return Sample(contender=contender, repeat=repeat, wall_s=wall_s, **{**values, **changes})
-
-
 def outcome(contender: str, texts: list[list[int]], repeat: int = 0) -> Outcome:
     num_tokens = sum(map(len, texts))
     return Outcome("chat-01", contender, repeat, 0, 1.0, 1.0, num_tokens, texts)
-
-
-def run_of(samples: list[Sample], section: str = "prompts", **changes: Any) -> dict[str, Any]:
-    return {
-        "section": section, "dtype": "bfloat16", "command": "dspark-hf bench generate",
-        "date": "2031-05-06 07:08:09 +0000", "threads": 2, "load_average": [0.1, None],
-        "versions": {"torch": "2.13", "transformers": "5.24"}, "settings": {"repeats": 3},
-        "excluded": {}, "extra": {}, "summary": summarise(samples),
-        "rows": [s.as_row() for s in samples], **changes,
-    }  # fmt: skip
-
-
-def file_of(**runs: dict[str, Any]) -> dict[str, Any]:
-    held = results.new_results(MACHINE, {"name": "toy", "fingerprint": "aa"})
-    return {**held, "runs": {key.replace("_", "-"): run for key, run in runs.items()}}
-
-
-THREE_CALLS = [
-    sample("plain", 0, 1.0), sample("dspark-lookup", 0, 0.5, speculation=COUNTS),
-    sample("plain", 1, 4.0), sample("dspark-lookup", 1, 1.0, speculation=COUNTS),
-    sample("plain", 2, 2.0), sample("dspark-lookup", 2, 2.0, speculation=COUNTS),
-]  # fmt: skip
 
 
 def test_a_call_takes_what_the_clocks_say() -> None:
@@ -345,57 +301,3 @@ def test_a_file_that_holds_no_results_is_refused(tmp_path: Path, text: str) -> N
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ConfigError, match="must be a result file"):
         results.load_results(tmp_path / "r.json")
-
-
-def test_a_table_shows_the_baseline_beside_every_number_and_its_conditions_below() -> None:
-    differing = sample("dspark-lookup", 3, 1.0, differences=[Difference(0, 4, 1, 2, 0.25, 0.1)])
-    held = file_of(prompts_bfloat16=run_of([*THREE_CALLS, sample("plain", 3), differing]))
-    lines = markers.as_markdown(tables.all_tables(held)["prompts-bfloat16"]).splitlines()
-    assert lines[1].startswith("| --- | --- | ---: |")
-    assert lines[2].startswith("| chat | plain | 15.0 |")
-    assert "| 1.50x | 1.00-2.80 |" in lines[3]
-    assert lines[3].endswith("| 2.11 | 3/4, 1 others, margin to 0.25 |")
-    assert lines[5] == (
-        "prompts: toy, bfloat16; 1 x 3 calls each; Toy CPU, 2 cores, 2 threads, load 0.10 to ?; "
-        "torch 2.13, transformers 5.24; 2031-05-06."
-    )
-
-
-def test_the_overview_has_one_row_per_contender_of_prompts_and_batch() -> None:
-    batch = [sample("plain", num_rows=8), sample("dspark-none", wall_s=0.5, num_rows=8)]
-    held = file_of(prompts_bfloat16=run_of(THREE_CALLS), batch_bfloat16=run_of(batch, "batch"))
-    overview = tables.all_tables(held)["overview"][0]
-    assert [[row[0], row[2], row[5]] for row in overview.rows] == [
-        ["plain", "1", "1"], ["dspark-lookup", "1", "2.00x"],
-        ["plain", "8", "1"], ["dspark-none", "8", "2.00x"],
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def two_tables() -> dict[str, list[markers.Table]]:
-    return {name: [markers.Table(name, ["a", "b"], [[name, "1|2"]])] for name in ("one", "two")}
-
-
-def test_only_what_lies_between_markers_is_replaced(two_tables: Any) -> None:
-    text = "# T\n<!-- bench:two -->\nold\n<!-- /bench -->\nmid <!-- bench:one --><!-- /bench -->\n"
-    filled, names = markers.update_markers(text, two_tables)
-    assert names == ["two", "one"]
-    assert filled == (
-        "# T\n<!-- bench:two -->\n| a | b |\n| --- | --- |\n| two | 1\\|2 |\n<!-- /bench -->\n"
-        "mid <!-- bench:one -->\n| a | b |\n| --- | --- |\n| one | 1\\|2 |\n<!-- /bench -->\n"
-    )
-    assert markers.update_markers(filled, two_tables)[0] == filled
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no markers", r"got neither.*\['one', 'two'\]"),
-        ("<!-- bench:one -->", "must be closed"),
-        ("<!-- bench:one --> <!-- bench:two --> <!-- /bench -->", "must be closed"),
-        ("<!-- bench:six --><!-- /bench -->", r"one of \['one', 'two'\]; got 'six'"),
-    ],
-)
-def test_wrong_markers_are_refused(two_tables: Any, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        markers.update_markers(text, two_tables)
