@@ -247,7 +247,7 @@ class DSparkHandle:
                 max_new_tokens=max_new_tokens,
                 temperatures=temperatures,
             )
-            calibrated_drafter(self.model).temperatures = calibration.temperatures
+            calibrated_drafter(self.model).scalings = calibration.scalings
             # What schedules have learned of the old confidences says nothing of the new ones.
             self._schedules.clear()
         return calibration

@@ -15,6 +15,7 @@ from dspark_hf.drafting.block.model import BlockModel
 from dspark_hf.drafting.block.spec import BlockSpec
 from dspark_hf.drafting.block.vocabulary import Vocabulary
 from dspark_hf.values import DraftRequest, Proposal
+from dspark_hf.verification.scaling import Scalings
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CERTAIN = 60.0
@@ -70,7 +71,7 @@ def block_drafter(
     owns_head: bool = False,
     texts: Sequence[Sequence[int]] = (),
     seed: int = 0,
-    temperatures: Sequence[float] = (),
+    scalings: Scalings | None = None,
     **changes: Any,
 ) -> BlockDrafter:
     """Make a random drafter, or one that knows what followed what in some texts.
@@ -83,7 +84,7 @@ def block_drafter(
         owns_head: Whether it brings a random output head.
         texts: What a sequential head is taught; its drafts are then partly right.
         seed: Of the weights.
-        temperatures: Of the confidences.
+        scalings: Of the confidences.
         **changes: Fields of BlockSpec.
     """
     d2t = None
@@ -102,7 +103,7 @@ def block_drafter(
         teach(model, vocabulary, texts)
     model.to(target.dtype)
     vocabulary.to(target.device, target.dtype)
-    return BlockDrafter(model, vocabulary, target, temperatures=temperatures)
+    return BlockDrafter(model, vocabulary, target, scalings=scalings)
 
 
 @torch.no_grad()

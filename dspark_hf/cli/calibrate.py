@@ -1,4 +1,4 @@
-"""`dspark-hf calibrate`: temperatures for a drafter's confidences, kept beside its weights."""
+"""`dspark-hf calibrate`: a scaling of a drafter's confidences, kept beside its weights."""
 
 from __future__ import annotations
 
@@ -71,13 +71,20 @@ def calibrate(
 
 
 def calibration_table(found: Calibration) -> Table:
-    """Return a line per draft position."""
-    table = plain_table("position", "temperature", "error before", "error after", "AUC")
-    table.caption = (
-        f"fitted on {found.num_fitted} rounds, measured on {found.num_held_out} of other prompts"
+    """Return a line per way of decoding and draft position."""
+    table = plain_table(
+        "decoding", "position", "temperature", "shift", "error before", "error after", "AUC"
     )
-    columns = zip(found.temperatures, found.ece_before, found.ece_after, found.auc, strict=True)
-    for place, (temperature, before, after, auc) in enumerate(columns, start=1):
-        ranks = "-" if auc is None else f"{auc:.3f}"
-        table.add_row(str(place), f"{temperature:.2f}", f"{before:.2%}", f"{after:.2%}", ranks)
+    table.caption = "errors of prompts that were not fitted on"
+    modes = {"greedy": found.greedy, "sampled": found.sampled}
+    for name, mode in modes.items():
+        columns = zip(
+            mode.scaling.temperatures, mode.scaling.shifts, mode.ece_before, mode.ece_after,
+            mode.auc, strict=True,
+        )  # fmt: skip
+        for place, (temperature, shift, before, after, auc) in enumerate(columns, start=1):
+            table.add_row(
+                name, str(place), f"{temperature:.2f}", f"{shift:+.2f}", f"{before:.2%}",
+                f"{after:.2%}", "-" if auc is None else f"{auc:.3f}",
+            )  # fmt: skip
     return table

@@ -12,7 +12,6 @@ from dspark_hf.config import MOST_DRAFT_TOKENS
 from dspark_hf.drafting.resolve import resolve_drafter
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import figures
-from dspark_hf.evaluation.calibrate import fit, split_by_prompt
 from dspark_hf.evaluation.rounds import (
     BlockRounds,
     PromptRounds,
@@ -21,6 +20,7 @@ from dspark_hf.evaluation.rounds import (
     drafting_with,
     uncalibrated,
 )
+from dspark_hf.verification.scaling import Scaling, Scalings, fit_sts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ ALL = "all"
 LOOKUP_DRAFTS = 7
 """Tokens asked of a drafter that has no block of its own."""
 STORED = "stored with the drafter"
-FITTED = "fitted on every other prompt, measured on those between"
+FITTED = "fitted here on every other prompt, measured on those between"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def evaluate_acceptance(
         "groups": _by_group(
             ours, lambda part: _group_figures(part, num_drafts, has_blocks=own is main)
         ),
-        "calibration": _calibration(ours, num_drafts, own.temperatures if own else ()),
+        "calibration": _calibration(ours, num_drafts, own.scalings if own else None),
         "against": {
             other: _against(ours, rounds, settings.temperatures) for other, rounds in theirs.items()
         },
@@ -201,39 +201,42 @@ def _group_figures(
 
 
 def _calibration(
-    decoded: Sequence[PromptRounds], num_drafts: int, stored: Sequence[float]
+    decoded: Sequence[PromptRounds], num_drafts: int, stored: Scalings | None
 ) -> dict[str, Any] | None:
     """Return how far confidences can be trusted; None for a drafter without."""
     if not len(BlockRounds.of(decoded, num_drafts).confident().whole()):
         return None
-    temperatures, source, measured = tuple(stored), STORED, list(decoded)
-    if len(temperatures) != num_drafts:
-        halves: tuple[list[PromptRounds], list[PromptRounds]] = ([], [])
-        for temperature in dict.fromkeys(entry.temperature for entry in decoded):
-            here = [entry for entry in decoded if entry.temperature == temperature]
-            for half, part in zip(halves, split_by_prompt(here), strict=True):
-                half.extend(part)
-        fitted, held = (BlockRounds.of(half, num_drafts).confident() for half in halves)
-        if not len(fitted.whole()) or not len(held.whole()):
+    scalings, source, measured = stored, STORED, list(decoded)
+    if scalings is None:
+        order = {name: i for i, name in enumerate(dict.fromkeys(e.prompt for e in decoded))}
+        fitted = [entry for entry in decoded if order[entry.prompt] % 2 == 0]
+        measured = [entry for entry in decoded if order[entry.prompt] % 2]
+        found = [
+            _fit([entry for entry in fitted if (entry.temperature > 0) == is_drawn], num_drafts)
+            for is_drawn in (False, True)
+        ]
+        sound = [scaling for scaling in found if scaling is not None]
+        if not sound or not measured:
             return None
-        found = fit(fitted, held, num_prompts=len(decoded), sampling=())
-        temperatures, source, measured = found.temperatures, FITTED, halves[1]
-    return {
-        "temperatures": [round(t, 6) for t in temperatures],
-        "source": source,
-        "groups": _by_group(
-            measured,
-            lambda part: _confidence_figures(
-                BlockRounds.of(part, num_drafts).confident(), temperatures
-            ),
-        ),
-    }
+        scalings, source = Scalings(found[0] or sound[0], found[1] or sound[-1]), FITTED
+
+    def figure(part: Sequence[PromptRounds]) -> dict[str, Any]:
+        scaling = scalings.of(is_drawn=part[0].temperature > 0)
+        rounds = BlockRounds.of(part, num_drafts).confident()
+        return {"scaling": scaling.to_dict(), **_confidence_figures(rounds, scaling)}
+
+    return {"source": source, "groups": _by_group(measured, figure)}
 
 
-def _confidence_figures(rounds: BlockRounds, temperatures: Sequence[float]) -> dict[str, Any]:
+def _fit(part: Sequence[PromptRounds], num_drafts: int) -> Scaling | None:
+    whole = BlockRounds.of(part, num_drafts).confident().whole()
+    return fit_sts(whole.logits, whole.accepted) if len(whole) else None
+
+
+def _confidence_figures(rounds: BlockRounds, scaling: Scaling) -> dict[str, Any]:
     whole = rounds.whole()
-    thresholds = figures.threshold_figures(whole, temperatures) if len(whole) else []
-    return {**figures.calibration_figures(rounds, temperatures), "thresholds": thresholds}
+    thresholds = figures.threshold_figures(whole, scaling) if len(whole) else []
+    return {**figures.calibration_figures(rounds, scaling), "thresholds": thresholds}
 
 
 def _against(

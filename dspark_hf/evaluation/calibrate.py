@@ -1,4 +1,4 @@
-"""Calibrating a drafter: temperatures for its confidences, fitted on what a target accepts."""
+"""Calibrating a drafter: its confidences scaled to what a target accepts, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ from dspark_hf.evaluation.rounds import (
     drafting_with,
     uncalibrated,
 )
-from dspark_hf.verification.calibration import (
-    apply_sts,
-    area_under_curve,
-    expected_calibration_error,
-    fit_sts,
-)
+from dspark_hf.verification.calibration import area_under_curve, expected_calibration_error
+from dspark_hf.verification.scaling import Scaling, Scalings, fit_sts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,46 +32,66 @@ logger = logging.getLogger(__name__)
 
 TEMPERATURES = (0.0, 1.0)
 FEW_ROUNDS = 300
-"""Rounds per half below which chance alone moves the error by two points or more."""
+"""Rounds below which chance alone moves the error by two points or more."""
+
+
+@dataclass(frozen=True)
+class ModeCalibration:
+    """A scaling, and what it changes on rounds it never saw.
+
+    Attributes:
+        scaling: Fitted on all rounds.
+        ece_before: Per position, expected calibration error of the survival without scaling.
+        ece_after: The same with scaling; each half of the prompts is measured with what was fitted
+            on the other.
+        auc: Per position, how well the survival ranks; None where all or none survived.
+        num_rounds: Rounds fitted on and measured.
+    """
+
+    scaling: Scaling
+    ece_before: tuple[float, ...]
+    ece_after: tuple[float, ...]
+    auc: tuple[float | None, ...]
+    num_rounds: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        lists = {
+            name: [None if x is None else round(x, 6) for x in getattr(self, name)]
+            for name in ("ece_before", "ece_after", "auc")
+        }
+        return {**self.scaling.to_dict(), **lists, "num_rounds": self.num_rounds}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperatures of a drafter's confidences, and what they change on rounds they never saw.
+    """What calibrating found.
 
     Attributes:
-        temperatures: One per draft position; confidence k is sigmoid(logit_k / temperature_k).
-        ece_before: Per position, expected calibration error of the survival without them.
-        ece_after: The same with them.
-        auc: Per position, how well the survival ranks; None where all or none survived.
-        num_fitted: Rounds they were fitted on.
-        num_held_out: Rounds the errors were measured on, of other prompts.
-        num_prompts: Prompts of both halves together.
+        greedy: From texts decoded greedily; where there were none, from the others.
+        sampled: From texts that were sampled; where there were none, from the others.
+        num_prompts: Prompts decoded at every temperature.
         sampling: Temperatures the texts were decoded at; 0 is greedy.
     """
 
-    temperatures: tuple[float, ...]
-    ece_before: tuple[float, ...]
-    ece_after: tuple[float, ...]
-    auc: tuple[float | None, ...]
-    num_fitted: int
-    num_held_out: int
+    greedy: ModeCalibration
+    sampled: ModeCalibration
     num_prompts: int
     sampling: tuple[float, ...]
 
     @property
-    def num_rounds(self) -> int:
-        """Rounds used, for fitting or measuring."""
-        return self.num_fitted + self.num_held_out
+    def scalings(self) -> Scalings:
+        """What a drafter applies."""
+        return Scalings(self.greedy.scaling, self.sampled.scaling)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a drafter's calibration.json."""
-        lists = {
-            name: [None if x is None else round(x, 6) for x in getattr(self, name)]
-            for name in ("temperatures", "ece_before", "ece_after", "auc", "sampling")
+        return {
+            "greedy": self.greedy.to_dict(),
+            "sampled": self.sampled.to_dict(),
+            "num_prompts": self.num_prompts,
+            "sampling": list(self.sampling),
         }
-        counts = ("num_rounds", "num_fitted", "num_held_out", "num_prompts")
-        return {**lists, **{name: getattr(self, name) for name in counts}}
 
 
 def calibrate_drafter(
@@ -87,9 +103,9 @@ def calibrate_drafter(
     temperatures: Sequence[float] = TEMPERATURES,
     observer: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Decode prompts with whole blocks and fit a temperature per position; change nothing.
+    """Decode prompts with whole blocks and fit a scaling to each way of decoding; change nothing.
 
-    Every other prompt is fitted on, those between are measured on.
+    What is measured comes from rounds of prompts that were not fitted on.
 
     Args:
         model: Wrapped; its drafter, or one it is made of, gives confidences.
@@ -103,7 +119,7 @@ def calibrate_drafter(
         Calibration: `model.dspark.calibrate` puts it to use.
 
     Raises:
-        ConfigError: If no drafter has confidences with temperatures, or prompts are too few.
+        ConfigError: If no drafter has confidences that can be scaled, or prompts are too few.
 
     Cost: a whole block verified per round, for every prompt and temperature.
     Source: DSpark, arXiv:2607.05147, sequential temperature scaling.
@@ -117,10 +133,9 @@ def calibrate_drafter(
         p if isinstance(p, Prompt) else Prompt(str(i), "all", p) for i, p in enumerate(prompts)
     ]
     decoded: list[PromptRounds] = []
-    halves: tuple[list[PromptRounds], list[PromptRounds]] = ([], [])
     with drafting_with(model, drafter), uncalibrated(drafter):
         for temperature in temperatures:
-            decoded = collect_rounds(
+            decoded += collect_rounds(
                 model,
                 tokenizer,
                 named,
@@ -129,10 +144,7 @@ def calibrate_drafter(
                 temperature=temperature,
                 observer=observer,
             )
-            for half, rounds in zip(halves, split_by_prompt(decoded), strict=True):
-                half.extend(rounds)
-    fitted, held = (BlockRounds.of(half, drafter.block_size) for half in halves)
-    return fit(fitted, held, num_prompts=len(named), sampling=tuple(map(float, temperatures)))
+    return fit_modes(decoded, drafter.block_size)
 
 
 def calibrated_drafter(model: Any) -> CalibratedDrafter:
@@ -155,63 +167,82 @@ def calibrated_drafter(model: Any) -> CalibratedDrafter:
     return drafter
 
 
-def split_by_prompt(
-    decoded: Sequence[PromptRounds],
-) -> tuple[list[PromptRounds], list[PromptRounds]]:
-    """Deal prompts to two halves in turn: rounds of one text are too alike to be parted."""
-    return list(decoded[::2]), list(decoded[1::2])
-
-
-def fit(
-    fitted: BlockRounds, held: BlockRounds, *, num_prompts: int, sampling: tuple[float, ...]
-) -> Calibration:
-    """Fit temperatures on one half of the rounds and measure them on the other.
+def fit_modes(decoded: Sequence[PromptRounds], num_drafts: int) -> Calibration:
+    """Fit a scaling to the greedy texts among rounds, and one to the sampled ones.
 
     Args:
-        fitted: Rounds to fit on; only whole blocks are used.
-        held: Rounds of other prompts.
-        num_prompts: For the record.
-        sampling: For the record.
+        decoded: Of the same prompts at every temperature, in one order.
+        num_drafts: Draft positions.
+
+    Raises:
+        ConfigError: As for `fit`.
+    """
+    found = {}
+    for is_drawn in (False, True):
+        halves: tuple[list[PromptRounds], list[PromptRounds]] = ([], [])
+        temperatures = dict.fromkeys(entry.temperature for entry in decoded)
+        for temperature in temperatures:
+            if (temperature > 0) == is_drawn:
+                here = [entry for entry in decoded if entry.temperature == temperature]
+                # Rounds of one text are too alike to be parted.
+                halves[0].extend(here[::2])
+                halves[1].extend(here[1::2])
+        if halves[0]:
+            found[is_drawn] = fit(*(BlockRounds.of(half, num_drafts) for half in halves))
+    return Calibration(
+        found[False] if False in found else found[True],
+        found[True] if True in found else found[False],
+        num_prompts=len({entry.prompt for entry in decoded}),
+        sampling=tuple(temperatures),
+    )
+
+
+def fit(first: BlockRounds, second: BlockRounds) -> ModeCalibration:
+    """Fit a scaling on all rounds; measure each half with what the other half gives.
+
+    Args:
+        first: Rounds of one half of the prompts; only whole blocks are fitted on.
+        second: Of the other half.
 
     Raises:
         ConfigError: If one half has no whole block, or there are no confidences.
     """
-    whole = fitted.whole()
-    if not len(whole) or not len(held):
+    halves = (first, second)
+    whole = [half.whole() for half in halves]
+    if not all(map(len, whole)):
         raise ConfigError(
             "prompts must give both halves at least one round of a whole block; got "
-            f"{len(whole)} to fit on and {len(held)} to measure on. Pass more prompts, or raise "
-            "max_new_tokens."
+            f"{len(whole[0])} and {len(whole[1])}. Pass more prompts, or raise max_new_tokens."
         )
-    if np.isnan(whole.logits).any():
+    if any(np.isnan(half.logits).any() for half in whole):
         raise ConfigError(
             "calibration needs a drafter with a confidence head; got one that states no "
             "confidence. Train one with a confidence head."
         )
-    if min(len(whole), len(held)) < FEW_ROUNDS:
+    num_rounds = sum(map(len, whole))
+    if num_rounds < FEW_ROUNDS:
         logger.warning(
-            "Calibrated on %d rounds and measured on %d; chance plays a part below %d.",
-            len(whole),
-            len(held),
-            FEW_ROUNDS,
+            "Calibrated on %d rounds; chance plays a part below %d.", num_rounds, FEW_ROUNDS
         )
-    temperatures = tuple(float(t) for t in fit_sts(whole.logits, whole.accepted))
-    plain = (1.0,) * len(temperatures)
-    return Calibration(
-        temperatures=temperatures,
-        ece_before=tuple(position_errors(held, plain)),
-        ece_after=tuple(position_errors(held, temperatures)),
-        auc=tuple(position_aucs(held, temperatures)),
-        num_fitted=len(whole),
-        num_held_out=len(held),
-        num_prompts=num_prompts,
-        sampling=sampling,
+    crossed = [fit_sts(half.logits, half.accepted) for half in reversed(whole)]
+    both = BlockRounds.join(halves)
+    before = survivals(both, Scaling.plain(both.logits.shape[1]))
+    after = np.concatenate(
+        [survivals(half, scaling) for half, scaling in zip(halves, crossed, strict=True)]
+    )
+    fitted = BlockRounds.join(whole)
+    return ModeCalibration(
+        fit_sts(fitted.logits, fitted.accepted),
+        ece_before=tuple(position_errors(both, before)),
+        ece_after=tuple(position_errors(both, after)),
+        auc=tuple(position_aucs(both, after)),
+        num_rounds=len(fitted),
     )
 
 
-def survivals(rounds: BlockRounds, temperatures: Sequence[float]) -> NDArray[np.float64]:
+def survivals(rounds: BlockRounds, scaling: Scaling) -> NDArray[np.float64]:
     """Return the stated survival of the first k tokens, of shape (R, N); NaN where not drafted."""
-    return np.asarray(np.cumprod(apply_sts(rounds.logits, temperatures), axis=1))
+    return np.asarray(np.cumprod(scaling.apply(rounds.logits), axis=1))
 
 
 def outcomes_at(
@@ -222,16 +253,14 @@ def outcomes_at(
     return stated[found, position], rounds.accepted[found] > position
 
 
-def position_errors(rounds: BlockRounds, temperatures: Sequence[float]) -> list[float]:
-    """Return the expected calibration error of the survival at every position."""
-    stated = survivals(rounds, temperatures)
+def position_errors(rounds: BlockRounds, stated: NDArray[np.float64]) -> list[float]:
+    """Return the expected calibration error of the stated survivals (R, N) at every position."""
     return [
         expected_calibration_error(*outcomes_at(rounds, stated, k)) for k in range(stated.shape[1])
     ]
 
 
-def position_aucs(rounds: BlockRounds, temperatures: Sequence[float]) -> list[float | None]:
-    """Return how well the survival ranks at every position; None where there is nothing to rank."""
-    stated = survivals(rounds, temperatures)
+def position_aucs(rounds: BlockRounds, stated: NDArray[np.float64]) -> list[float | None]:
+    """Return how well they rank at every position; None where there is nothing to rank."""
     values = [area_under_curve(*outcomes_at(rounds, stated, k)) for k in range(stated.shape[1])]
     return [None if math.isnan(value) else value for value in values]

@@ -20,11 +20,11 @@ from dspark_hf.evaluation.calibrate import (
 )
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.verification.calibration import (
-    apply_sts,
     area_under_curve,
     expected_calibration_error,
     reliability,
 )
+from dspark_hf.verification.scaling import Scaling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,25 +88,26 @@ def position_figures(rounds: BlockRounds) -> list[dict[str, Any]]:
     return figures
 
 
-def calibration_figures(rounds: BlockRounds, temperatures: Sequence[float]) -> dict[str, Any]:
-    """Compare stated and observed survival, without and with temperatures.
+def calibration_figures(rounds: BlockRounds, scaling: Scaling) -> dict[str, Any]:
+    """Compare stated and observed survival, without and with scaling.
 
     Args:
         rounds: With confidences, none of them fitted on.
-        temperatures: One per position.
+        scaling: Of the confidences.
 
     Returns:
         dict[str, Any]: As JSON: per position, and pooled over positions with reliability bins.
     """
     figures: dict[str, Any] = {"rounds": len(rounds)}
-    plain = (1.0,) * len(temperatures)
-    for name, scales in (("before", plain), ("after", tuple(temperatures))):
-        said, came = _pooled(rounds, survivals(rounds, scales))
-        stated = apply_sts(rounds.logits, scales)
+    plain = Scaling.plain(rounds.logits.shape[1])
+    for name, used in (("before", plain), ("after", scaling)):
+        survival = survivals(rounds, used)
+        said, came = _pooled(rounds, survival)
+        stated = used.apply(rounds.logits)
         reached = _reached(rounds)
         figures[name] = {
-            "ece_by_position": [round(x, 6) for x in position_errors(rounds, scales)],
-            "auc_by_position": position_aucs(rounds, scales),
+            "ece_by_position": [round(x, 6) for x in position_errors(rounds, survival)],
+            "auc_by_position": position_aucs(rounds, survival),
             "ece": round(expected_calibration_error(said, came), 6),
             "auc": _number(area_under_curve(said, came)),
             # Of a token given those before it, where those were accepted.
@@ -118,17 +119,17 @@ def calibration_figures(rounds: BlockRounds, temperatures: Sequence[float]) -> d
     return figures
 
 
-def threshold_figures(rounds: BlockRounds, temperatures: Sequence[float]) -> list[dict[str, Any]]:
+def threshold_figures(rounds: BlockRounds, scaling: Scaling) -> list[dict[str, Any]]:
     """Return what verifying up to the first token below a confidence would have given.
 
     Args:
         rounds: Whole blocks with confidences.
-        temperatures: Of the confidences.
+        scaling: Of the confidences.
 
     Returns:
         list[dict[str, Any]]: Per threshold: accepted length, drafted and verified tokens a round.
     """
-    stated = apply_sts(rounds.logits, temperatures)
+    stated = scaling.apply(rounds.logits)
     figures = []
     for threshold in THRESHOLDS:
         lengths = np.cumprod(stated >= threshold, axis=1).sum(axis=1)

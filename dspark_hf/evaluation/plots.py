@@ -133,7 +133,7 @@ def _lengths(run: Mapping[str, Any]) -> Figure:
 def _reliability(run: Mapping[str, Any]) -> Figure:
     entries = run["calibration"]["groups"]
     figure, axes = panels(2)
-    names = (("before", "without temperatures"), ("after", "with temperatures"))
+    names = (("before", "as stated"), ("after", "scaled"))
     for axis, (name, title) in zip(axes, names, strict=True):
         axis.plot([0, 1], [0, 1], color="#555555", linewidth=1, linestyle="--")
         for place, temperature in enumerate(_temperatures(run)):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dspark_hf.data import Prompt
     from dspark_hf.metrics import SpeculationRecord
     from dspark_hf.tracing import RoundTrace
+    from dspark_hf.verification.scaling import Scalings
 
 BATCH = 8
 """Prompts decoded together; a row's rounds do not depend on its neighbours."""
@@ -38,10 +39,10 @@ MOST_CERTAIN = 1 - 1e-7
 
 @runtime_checkable
 class CalibratedDrafter(Drafter, Protocol):
-    """A drafter whose confidences are scaled by a temperature per position."""
+    """A drafter whose confidences are scaled."""
 
-    temperatures: tuple[float, ...]
-    """Divide the logits of its confidences; empty for none."""
+    scalings: Scalings | None
+    """Of its confidences; None for none."""
     block_size: int
     """Tokens it always drafts."""
 
@@ -107,6 +108,15 @@ class BlockRounds:
         known = np.array([min(e.known, num_drafts) for e in rounds], dtype=np.int64)
         accepted = np.array([min(e.accepted, num_drafts) for e in rounds], dtype=np.int64)
         return cls(logits, known, accepted)
+
+    @classmethod
+    def join(cls, parts: Sequence[BlockRounds]) -> BlockRounds:
+        """Stack rounds of the same number of positions."""
+        return cls(
+            np.concatenate([part.logits for part in parts]),
+            np.concatenate([part.known for part in parts]),
+            np.concatenate([part.accepted for part in parts]),
+        )
 
     def __len__(self) -> int:
         """Return the number of rounds."""
@@ -204,16 +214,16 @@ def uncalibrated(drafter: Drafter) -> Iterator[None]:
     if not isinstance(drafter, CalibratedDrafter):
         yield
         return
-    saved = drafter.temperatures
-    drafter.temperatures = ()
+    saved = drafter.scalings
+    drafter.scalings = None
     try:
         yield
     finally:
-        drafter.temperatures = saved
+        drafter.scalings = saved
 
 
 def block_drafter(drafter: Drafter | None) -> CalibratedDrafter | None:
-    """Return the drafter whose confidences have temperatures: this one, or one it is made of."""
+    """Return the drafter whose confidences are scaled: this one, or one it is made of."""
     members = getattr(drafter, "members", [drafter])
     return next((member for member in members if isinstance(member, CalibratedDrafter)), None)
 

@@ -134,30 +134,33 @@ def _positions(last: Mapping[str, Any]) -> str:
 def _calibration(calibration: Mapping[str, Any] | None) -> str:
     if calibration is None:
         return "Not calibrated.\n"
-    rows = [
-        (
-            str(k),
-            f"{heat:.2f}",
-            _percent(before),
-            _percent(after),
-            "" if auc is None else f"{auc:.2f}",
-        )
-        for k, (heat, before, after, auc) in enumerate(
-            zip(
-                calibration["temperatures"],
-                calibration["ece_before"],
-                calibration["ece_after"],
-                calibration["auc"],
-                strict=True,
-            ),
-            start=1,
-        )
-    ]
-    header = ("position", "temperature", "calibration error before", "after", "AUC")
+    rows = []
+    for name in ("greedy", "sampled"):
+        mode = calibration[name]
+        lists = ("temperatures", "shifts", "ece_before", "ece_after", "auc")
+        columns = zip(*(mode[key] for key in lists), strict=True)
+        rows += [
+            (
+                name,
+                str(k),
+                f"{heat:.2f}",
+                f"{shift:+.2f}",
+                _percent(before),
+                _percent(after),
+                "" if auc is None else f"{auc:.2f}",
+            )
+            for k, (heat, shift, before, after, auc) in enumerate(columns, start=1)
+        ]
+    header = (
+        "decoding", "position", "temperature", "shift", "calibration error before", "after", "AUC",
+    )  # fmt: skip
+    counts = " and ".join(
+        f"{calibration[name]['num_rounds']:,} {name}" for name in ("greedy", "sampled")
+    )
     return _table(header, rows) + (
-        f"\nFitted on {calibration['num_fitted']:,} rounds and measured on "
-        f"{calibration['num_held_out']:,} others, of {calibration['num_prompts']} prompts decoded "
-        f"at temperatures {', '.join(f'{t:g}' for t in calibration['sampling'])}.\n"
+        f"\nFrom {counts} rounds of {calibration['num_prompts']} prompts decoded at temperatures "
+        f"{', '.join(f'{t:g}' for t in calibration['sampling'])}; errors are those of prompts that "
+        "were not fitted on.\n"
     )
 
 

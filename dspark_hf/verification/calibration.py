@@ -1,4 +1,4 @@
-"""Confidences put right: temperatures fitted on held-out rounds, and a map learned while decoding.
+"""How far confidences can be trusted, and a map learned while decoding that puts them right.
 
 A *confidence* c_k is the probability that draft token k survives given that those before it did;
 the *survival* a_k is the product of the first k. Calibrated means: of the tokens said to survive
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 BINS = 15
 """Equal bins of a probability when none are asked for, as is usual for this error."""
-TEMPERATURES = np.exp(np.linspace(math.log(0.1), math.log(10), 161))
-"""The grid that `fit_sts` searches; neighbours differ by 3 %."""
 EDGES = (0.02, 0.05, *(0.1 * k for k in range(1, 10)), 0.95, 0.98)
 """Inner edges of the online map's bins: finer at the ends, where confidences gather."""
 PRIOR_TESTS = 4.0
@@ -139,75 +137,6 @@ def area_under_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> float:
     return float(above / (num_true * num_false))
 
 
-def apply_sts(confidence_logits: ArrayLike, temperatures: ArrayLike) -> NDArray[np.float64]:
-    """Scale confidences: c_k = sigmoid(logit_k / T_k).
-
-    Args:
-        confidence_logits: Logits of shape (..., N).
-        temperatures: One per position, of shape (N,).
-
-    Returns:
-        NDArray[np.float64]: Confidences of shape (..., N).
-
-    Raises:
-        ShapeError: If the last sizes differ.
-
-    Source: DSpark, arXiv:2607.05147, sequential temperature scaling.
-    """
-    logits = np.asarray(confidence_logits, dtype=np.float64)
-    scales = np.asarray(temperatures, dtype=np.float64)
-    if scales.ndim != 1 or logits.shape[-1:] != scales.shape:
-        raise ShapeError(
-            f"temperatures must have one entry per position of confidence_logits, shape "
-            f"{logits.shape[-1:]}; got {scales.shape}. Fit them on drafts of the same length."
-        )
-    return _sigmoid(logits / scales)
-
-
-def fit_sts(
-    confidence_logits: ArrayLike, accepted: ArrayLike, bins: int = BINS
-) -> NDArray[np.float64]:
-    """Fit one temperature per draft position so that survivals are calibrated.
-
-    For k = 1..N in order, T_k minimises the expected calibration error of
-    a_k = prod_{i<=k} sigmoid(logit_i / T_i) over a grid, with T_1..T_{k-1} fixed; among equals the
-    one nearest to 1 is taken.
-
-    Args:
-        confidence_logits: Logits of shape (rounds, N), of rounds that verified all N tokens.
-        accepted: Accepted draft tokens of each round, 0..N, of shape (rounds,).
-        bins: Bins of the calibration error.
-
-    Returns:
-        NDArray[np.float64]: Temperatures of shape (N,).
-
-    Raises:
-        ShapeError: If the shapes do not fit, or there are no rounds.
-
-    Cost: 161 * N passes over the rounds.
-    Source: DSpark, arXiv:2607.05147, sequential temperature scaling.
-    """
-    logits = np.asarray(confidence_logits, dtype=np.float64)
-    counts = np.asarray(accepted)
-    if logits.ndim != 2 or not len(logits) or counts.shape != logits.shape[:1]:
-        raise ShapeError(
-            "confidence_logits must have shape (rounds, N) with accepted of shape (rounds,), at "
-            f"least one round; got {logits.shape} and {counts.shape}."
-        )
-    before = np.ones(len(logits))
-    order = np.argsort(np.abs(np.log(TEMPERATURES)), kind="stable")
-    chosen = []
-    for k in range(logits.shape[1]):
-        survived = counts > k
-        errors = [
-            expected_calibration_error(before * _sigmoid(logits[:, k] / scale), survived, bins)
-            for scale in TEMPERATURES[order]
-        ]
-        chosen.append(float(TEMPERATURES[order][int(np.argmin(errors))]))
-        before = before * _sigmoid(logits[:, k] / chosen[-1])
-    return np.asarray(chosen)
-
-
 class OnlineCalibration:
     """Maps a drafter's confidence to the acceptance that was observed at such confidences.
 
@@ -278,8 +207,3 @@ def _pair(
             f"outcomes must have the shape of probabilities, {said.shape}; got {came.shape}."
         )
     return said.reshape(-1), came.reshape(-1)
-
-
-def _sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    # tanh cannot overflow.
-    return 0.5 * (1 + np.tanh(0.5 * logits))

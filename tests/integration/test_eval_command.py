@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dspark_hf import DSparkForCausalLM
 from dspark_hf.cli.app import app
 from dspark_hf.data import load_prompts
+from dspark_hf.verification.scaling import Scalings
 from evaluation_files import save_drafter, save_target
 
 
@@ -64,7 +65,7 @@ def test_an_evaluation_holds_every_figure_of_one_pass(evaluated: tuple[Path, str
     assert len(total["positions"]) == len(total["depth"]) == measured["num_drafts"] == 5
     assert total["depth"][-1]["accepted_length"] >= total["depth"][0]["accepted_length"]
     calibration = measured["calibration"]
-    assert len(calibration["temperatures"]) == 5
+    assert len(calibration["groups"][-1]["scaling"]["shifts"]) == 5
     assert len(calibration["groups"][-1]["thresholds"]) == 20
     assert {row["drafter"] for row in measured["rows"]} == {"taught", "lookup", "headless"}
     own = [r for r in measured["rows"] if r["drafter"] == "taught" and r["temperature"] == 0]
@@ -122,7 +123,7 @@ def test_calibrating_writes_what_the_drafter_then_uses(
         assert stored["num_prompts"] == 8
         assert stored["sampling"] == [0.0]
         model = DSparkForCausalLM.from_pretrained(str(target), drafter=str(taught))
-        assert list(model.dspark.drafter.temperatures) == stored["temperatures"]
+        assert model.dspark.drafter.scalings == Scalings.from_dict(stored)
         out = tmp_path / "out"
         run(
             "eval", "acceptance", target, "--drafter", taught, "--out", out, "--limit", 1,
@@ -130,7 +131,8 @@ def test_calibrating_writes_what_the_drafter_then_uses(
         )  # fmt: skip
         measured = only_run(out / "acceptance.json")["calibration"]
         assert measured["source"] == "stored with the drafter"
-        assert measured["temperatures"] == stored["temperatures"]
+        scaling = measured["groups"][0]["scaling"]
+        assert scaling["temperatures"] == stored["greedy"]["temperatures"]
     finally:
         (taught / "calibration.json").unlink()
 

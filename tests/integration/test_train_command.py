@@ -71,7 +71,7 @@ def test_from_nothing_but_a_target_to_a_drafter_with_its_card(target, prompts, t
     assert checkpoint.head is None
     assert len(checkpoint.d2t) == 120
     assert all(tensor.dtype == torch.bfloat16 for tensor in checkpoint.tensors.values())
-    assert len(checkpoint.calibration["temperatures"]) == 4
+    assert len(checkpoint.calibration["sampled"]["temperatures"]) == 4
     check_card(folder, command)
     check_decoding(target, folder)
     before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 from accelerate import cpu_offload, disk_offload
 from transformers import DynamicCache, PreTrainedModel
 
@@ -21,6 +22,7 @@ from dspark_hf import DSparkConfig, DSparkForCausalLM
 from dspark_hf.compat import OUTPUT_CACHE_NAME
 from dspark_hf.drafting.block.drafter import BlockDrafter
 from dspark_hf.errors import CheckpointError, ConfigError
+from dspark_hf.verification.scaling import Scaling, Scalings
 from harness import Recorder, generate, wrapped
 from tiny import VOCAB, llama, plain_generate, prompt, qwen3_next
 
@@ -47,9 +49,9 @@ def drafter(model: PreTrainedModel) -> BlockDrafter:
     return block_drafter(model, "gated", texts=texts_of(model)[:2], draft_ids=range(VOCAB - 8))
 
 
-def check(out: Any, plain: torch.Tensor) -> None:
+def check(out: Any, plain: torch.Tensor, *, drafts: bool = True) -> None:
     assert out.sequences.tolist() == plain.tolist()
-    assert sum(record.accepted for record in out.speculation) > 0
+    assert not drafts or sum(record.accepted for record in out.speculation) > 0
 
 
 # caches and prompts
@@ -216,14 +218,15 @@ def test_a_copy_of_a_wrapped_model_drafts_for_itself(
 ) -> None:
     plain = plain_generate(model, PROMPTS, max_new_tokens=NEW_TOKENS)
     DSparkForCausalLM.wrap(model, [drafter, "lookup"] if is_listed else drafter, CONFIG)
-    check(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS), plain)
+    # Which one of a list drafts depends on what they cost on this machine.
+    check(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS), plain, drafts=not is_listed)
     twin = arrived(model, how)
     theirs = twin.dspark.drafter.reader if is_listed else twin.dspark.drafter
     assert theirs.target is twin
     assert theirs.vocabulary.target is twin
     head = twin.get_output_embeddings().weight
     assert torch.equal(theirs.vocabulary.head(), head[: VOCAB - 8])
-    check(generate(twin, PROMPTS, max_new_tokens=NEW_TOKENS), plain)
+    check(generate(twin, PROMPTS, max_new_tokens=NEW_TOKENS), plain, drafts=not is_listed)
     with torch.no_grad():
         head.neg_()
     assert torch.equal(theirs.vocabulary.head(), head[: VOCAB - 8])
@@ -368,20 +371,35 @@ def test_calls_from_several_threads_take_turns(
     assert [found[i] for i in range(3)] == plain
 
 
-@pytest.mark.parametrize("temperatures", [(1.0, 2.0), (1.0,) * 6, (1.0, 1.0, 0.0, 1.0, 1.0)])
-def test_temperatures_that_do_not_fit_are_refused(temperatures: tuple[float, ...]) -> None:
-    with pytest.raises(CheckpointError, match="5 temperatures above 0"):
-        block_drafter(llama(), temperatures=temperatures)
+@pytest.mark.parametrize("size", [2, 6])
+def test_scalings_of_another_length_are_refused(size: int) -> None:
+    plain = Scaling.plain(size)
+    with pytest.raises(CheckpointError, match=f"5 draft tokens; got one for {size}"):
+        block_drafter(llama(), scalings=Scalings(plain, plain))
 
 
-def test_a_temperature_divides_its_positions_logit() -> None:
-    model, heats = llama(), (1.0, 2.0, 0.5, 3.0, 1.0)
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+
+
+def test_greedy_and_sampled_rows_have_their_own_scaling() -> None:
+    model = llama()
+    greedy = Scaling((1.0, 2.0, 0.5, 3.0, 1.0), (0.0, 0.5, 0.0, -1.0, 0.0))
+    sampled = Scaling((2.0,) * 5, (1.0,) * 5)
     told = []
-    for temperatures in ((), heats):
-        drafter = block_drafter(model, temperatures=temperatures)
-        drafter.take(0, 0, features_of(model, PROMPTS[0][:-1], drafter.model.spec))
-        told.append(torch.tensor(drafter.propose([greedy_request(0, PROMPTS[0])])[0].confidence))
-    assert torch.allclose(told[0].logit() / torch.tensor(heats), told[1].logit(), atol=1e-3)
+    for scalings in (None, Scalings(greedy, sampled)):
+        drafter = block_drafter(model, scalings=scalings)
+        requests = []
+        for row in (0, 1):
+            drafter.take(row, 0, features_of(model, PROMPTS[0][:-1], drafter.model.spec))
+            requests.append(greedy_request(row, PROMPTS[0]))
+        # Draws the best token: both rows hold the same draft.
+        requests[1] = replace(requests[1], warp=_best)
+        told.append([torch.tensor(p.confidence) for p in drafter.propose(requests)])
+    plain, scaled = told
+    for row, scaling in enumerate((greedy, sampled)):
+        expected = torch.tensor(scaling.apply(plain[row].double().logit()))
+        assert torch.allclose(scaled[row].double(), expected, atol=1e-4)
 
 
 def test_a_confidence_that_is_no_number_is_none(model: PreTrainedModel) -> None:

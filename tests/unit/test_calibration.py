@@ -1,7 +1,4 @@
-"""Confidences are put right: temperatures on held-out rounds, a map learned while decoding.
-
-Synthetic drafters with known acceptance: what a calibrated confidence would be is known.
-"""
+"""How far confidences can be trusted, and the map that puts them right while decoding."""
 
 from __future__ import annotations
 
@@ -10,86 +7,17 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from dspark_hf.errors import ShapeError
 from dspark_hf.verification.calibration import (
     OnlineCalibration,
-    apply_sts,
     area_under_curve,
     expected_calibration_error,
-    fit_sts,
     reliability,
 )
 
-ECE_LIMIT = 0.02
-"""Published effect: 3-8 % before, about 1 % after; chance alone gives half a percent here."""
 
-
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-logits))
-
-
-def overconfident(
-    num_rounds: int, seed: int, sharpness: tuple[float, ...] = (3.0, 2.0, 1.5, 2.5)
-) -> tuple[np.ndarray, np.ndarray]:
-    """Logits `sharpness` times too large, and how many tokens were accepted."""
-    stream = np.random.default_rng(seed)
-    true = stream.normal(0.8, 1.2, (num_rounds, len(sharpness)))
-    survives = stream.random(true.shape) < sigmoid(true)
-    return true * np.asarray(sharpness), survives.cumprod(axis=1).sum(axis=1)
-
-
-def errors(confidence: np.ndarray, accepted: np.ndarray) -> list[float]:
-    """The calibration error of each survival."""
-    survival = confidence.cumprod(axis=1)
-    return [
-        expected_calibration_error(survival[:, k], accepted > k) for k in range(survival.shape[1])
-    ]
-
-
-def test_an_overconfident_drafter_is_calibrated_on_rounds_it_was_not_fitted_on() -> None:
-    logits, accepted = overconfident(20_000, seed=0)
-    temperatures = fit_sts(logits, accepted)
-    assert temperatures == pytest.approx([3.0, 2.0, 1.5, 2.5], rel=0.2)
-    logits, accepted = overconfident(20_000, seed=1)
-    before, after = sigmoid(logits), apply_sts(logits, temperatures)
-    assert max(errors(before, accepted)) > 0.05
-    assert max(errors(after, accepted)) <= ECE_LIMIT
-
-
-def test_a_calibrated_drafter_is_left_about_as_it_is() -> None:
-    logits, accepted = overconfident(20_000, seed=2, sharpness=(1.0, 1.0, 1.0))
-    assert fit_sts(logits, accepted) == pytest.approx([1.0] * 3, rel=0.15)
-
-
-def test_each_temperature_is_fitted_with_those_before_it_fixed() -> None:
-    logits, accepted = overconfident(5000, seed=3)
-    longer, shorter = fit_sts(logits, accepted), fit_sts(logits[:, :2], accepted.clip(max=2))
-    assert longer[:2].tolist() == shorter.tolist()
-
-
-def test_scaling_keeps_the_order_and_takes_any_leading_shape() -> None:
-    logits = torch.randn(3, 5, 4)
-    scaled = apply_sts(logits, [2.0, 1.0, 0.5, 1.0])
-    assert scaled.shape == (3, 5, 4)
-    assert scaled[..., 1] == pytest.approx(torch.sigmoid(logits[..., 1]).numpy(), abs=1e-6)
-    order = logits.numpy().reshape(-1, 4).argsort(axis=0)
-    assert (scaled.reshape(-1, 4).argsort(axis=0) == order).all()
-
-
-def test_extreme_logits_are_no_trouble() -> None:
-    assert apply_sts([[1e4, -1e4]], [0.1, 0.1]).tolist() == [[1.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("logits", "accepted"), [([[1.0, 2.0]], [1, 2]), ([1.0, 2.0], [1, 2]), (np.ones((0, 2)), [])]
-)
-def test_shapes_that_do_not_fit_are_named(logits: object, accepted: object) -> None:
-    with pytest.raises(ShapeError, match=r"shape \(rounds, N\)"):
-        fit_sts(logits, accepted)
-    with pytest.raises(ShapeError, match="one entry per position"):
-        apply_sts(np.ones((2, 3)), [1.0, 1.0])
+def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ShapeError, match="shape of probabilities"):
         expected_calibration_error([0.5], [1, 0])
 

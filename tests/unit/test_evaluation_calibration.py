@@ -16,16 +16,18 @@ from dspark_hf.data import Prompt
 from dspark_hf.drafting.choice import choose_between
 from dspark_hf.drafting.lookup import LookupDrafter
 from dspark_hf.errors import ConfigError
-from dspark_hf.evaluation import calibrate, calibrate_drafter
+from dspark_hf.evaluation import Calibration, calibrate_drafter
 from dspark_hf.evaluation.calibrate import fit, outcomes_at, survivals
 from dspark_hf.evaluation.figures import position_figures
 from dspark_hf.evaluation.rounds import BlockRounds, Observed, PromptRounds, collect_rounds
 from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.tracing import RoundTrace
+from dspark_hf.verification.scaling import Scaling, Scalings
 from harness import toy_tokenizer, wrapped
 
 TEXTS = ["abacadaeaf", "bbbcbdbebf", "cacbcccdce", "ddefabcdab", "kakbkckdke", "hahbhchdhe"]
 END = 3
+SAVED = Scalings(Scaling((9.0,) * 5, (0.0,) * 5), Scaling.plain(5))
 
 
 @pytest.fixture(scope="module")
@@ -53,68 +55,66 @@ def simulated(seed: int, heat: float, num_rounds: int = 6000, size: int = 4) -> 
     return BlockRounds(heat * logits, np.full(num_rounds, size), accepted)
 
 
-def test_temperatures_undo_overconfidence_on_rounds_they_never_saw() -> None:
-    found = fit(simulated(0, 3.0), simulated(1, 3.0), num_prompts=2, sampling=(0.0,))
-    assert all(2.0 < t < 4.5 for t in found.temperatures[:3])
+def test_scaling_undoes_overconfidence_on_rounds_it_never_saw() -> None:
+    found = fit(simulated(0, 3.0), simulated(1, 3.0))
+    assert all(2.0 < t < 4.5 for t in found.scaling.temperatures[:3])
     assert all(a < b for a, b in zip(found.ece_after, found.ece_before, strict=True))
     assert max(found.ece_after) < 0.03
     assert all(auc is not None and auc > 0.6 for auc in found.auc)
-    assert found.num_rounds == found.num_fitted + found.num_held_out == 12000
+    assert found.num_rounds == 12000
 
 
-def test_errors_come_from_the_half_that_was_not_fitted_on(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    halves: list[BlockRounds] = []
+def test_errors_come_from_the_half_that_was_not_fitted_on() -> None:
+    """Halves of opposite bias: what one teaches is wrong for the other, as the errors must say."""
+    generator = np.random.default_rng(6)
+    halves = []
+    for rate in (0.2, 0.8):
+        accepted = (generator.random(2000) < rate).astype(np.int64)
+        halves.append(BlockRounds(np.zeros((2000, 1)), np.ones(2000, dtype=np.int64), accepted))
+    found = fit(*halves)
+    assert found.ece_after[0] > 0.5
+    assert found.ece_before[0] < 0.05
+    assert found.scaling.shifts[0] == pytest.approx(0.0, abs=0.2)
 
-    def seen(fitted: BlockRounds, held: BlockRounds, **rest: Any) -> Any:
-        halves.extend([fitted, held])
-        return fit(fitted, held, **rest)
 
-    monkeypatch.setattr(calibrate, "fit", seen)
+def test_greedy_and_sampled_texts_are_fitted_apart(model: Any, tokenizer: Any) -> None:
     drafter = taught(model, tokenizer)
     with wrapped(model, drafter):
-        found = calibrate_drafter(model, tokenizer, TEXTS, max_new_tokens=24)
-        decoded = [
-            collect_rounds(
-                model, tokenizer, [Prompt(t, "all", t) for t in TEXTS], num_drafts=5,
-                max_new_tokens=24, temperature=temperature,
+        both = calibrate_drafter(model, tokenizer, TEXTS, max_new_tokens=24)
+        alone = [
+            calibrate_drafter(
+                model, tokenizer, TEXTS, max_new_tokens=24, temperatures=(temperature,)
             )
             for temperature in (0.0, 1.0)
-        ]  # fmt: skip
-    even = [prompt for part in decoded for prompt in part[::2]]
-    odd = [prompt for part in decoded for prompt in part[1::2]]
-    for half, prompts in zip(halves, (even, odd), strict=True):
-        expected = BlockRounds.of(prompts, 5)
-        assert np.array_equal(half.accepted, expected.accepted)
-        assert np.allclose(half.logits, expected.logits, equal_nan=True)
-    assert found.num_fitted == len(halves[0].whole())
-    assert found.num_held_out == len(halves[1])
-    assert (found.num_prompts, found.sampling) == (6, (0.0, 1.0))
+        ]
+    assert both.greedy == alone[0].greedy == alone[0].sampled
+    assert both.sampled == alone[1].sampled == alone[1].greedy
+    assert both.greedy != both.sampled
+    assert (both.num_prompts, both.sampling) == (6, (0.0, 1.0))
 
 
 def test_calibrating_fits_raw_confidences_and_uses_the_result(model: Any, tokenizer: Any) -> None:
-    drafter = taught(model, tokenizer, temperatures=(9.0,) * 5)
+    drafter = taught(model, tokenizer, scalings=SAVED)
     with wrapped(model, drafter):
         plain = calibrate_drafter(model, tokenizer, TEXTS, max_new_tokens=16, temperatures=(0.0,))
-        assert drafter.temperatures == (9.0,) * 5
+        assert drafter.scalings == SAVED
         again = model.dspark.calibrate(TEXTS, tokenizer, max_new_tokens=16, temperatures=(0.0,))
         assert again == plain
-        assert drafter.temperatures == again.temperatures
-        assert len(again.temperatures) == 5
+        assert drafter.scalings == again.scalings
+        assert again.scalings.num_positions == 5
 
 
-def test_a_failure_leaves_drafter_and_temperatures_as_found(model: Any, tokenizer: Any) -> None:
-    block = taught(model, tokenizer, temperatures=(2.0,) * 5)
+def test_a_failure_leaves_drafter_and_scalings_as_found(model: Any, tokenizer: Any) -> None:
+    block = taught(model, tokenizer, scalings=SAVED)
     choice = choose_between([LookupDrafter(), block])
     with wrapped(model, choice):
         with pytest.raises(ConfigError, match="both halves"):
             model.dspark.calibrate(TEXTS[:1], tokenizer, max_new_tokens=16)
         assert model.dspark.drafter is choice
-        assert block.temperatures == (2.0,) * 5
+        assert block.scalings == SAVED
         model.dspark.calibrate(TEXTS, tokenizer, max_new_tokens=16, temperatures=(1.0,))
         assert model.dspark.drafter is choice
-        assert block.temperatures != (2.0,) * 5
+        assert block.scalings != SAVED
 
 
 @pytest.mark.parametrize("drafter", [None, "lookup"])
@@ -162,7 +162,7 @@ def test_texts_that_end_do_not_bias_what_survives() -> None:
     stacked = BlockRounds.of(
         [PromptRounds("p", "all", 0.0, SpeculationRecord(), tuple(rounds))], size
     )
-    stated = survivals(stacked, (1.0,) * size)
+    stated = survivals(stacked, Scaling.plain(size))
     for k in range(size):
         _, survived = outcomes_at(stacked, stated, k)
         assert math.isclose(survived.mean(), rate ** (k + 1), abs_tol=0.02)
@@ -171,9 +171,13 @@ def test_texts_that_end_do_not_bias_what_survives() -> None:
 
 
 def test_a_result_is_json_with_what_a_drafter_loads() -> None:
-    found = fit(simulated(2, 1.0, 400), simulated(3, 1.0, 400), num_prompts=4, sampling=(0.0, 1.0))
+    mode = fit(simulated(2, 1.0, 400), simulated(3, 1.0, 400))
+    found = Calibration(mode, mode, num_prompts=4, sampling=(0.0, 1.0))
     stored = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert stored["temperatures"] == [round(t, 6) for t in found.temperatures]
-    assert (stored["num_rounds"], stored["num_fitted"], stored["num_prompts"]) == (800, 400, 4)
+    for a, b in zip(
+        Scalings.from_dict(stored).greedy.shifts, found.scalings.greedy.shifts, strict=True
+    ):
+        assert a == pytest.approx(b, abs=1e-6)
+    assert (stored["sampled"]["num_rounds"], stored["num_prompts"]) == (800, 4)
     none = BlockRounds(np.ones((5, 2)), np.full(5, 2), np.zeros(5, dtype=np.int64))
-    assert fit(none, none, num_prompts=2, sampling=(0.0,)).to_dict()["auc"] == [None, None]
+    assert fit(none, none).to_dict()["auc"] == [None, None]

@@ -24,6 +24,7 @@ from dspark_hf.evaluation.rounds import BlockRounds, Observed, PromptRounds
 from dspark_hf.evaluation.tables import all_tables
 from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.scaling import Scaling, Scalings
 from dspark_hf.verification.schedules.base import Draft, RowState
 from dspark_hf.verification.schedules.confident import ThresholdSchedule
 
@@ -52,7 +53,7 @@ def decoded(gain: float = 1.0, *, seed: int = 0, confident: bool = True) -> list
     return found
 
 
-def results_of(ours: list[PromptRounds], stored: tuple[float, ...] = ()) -> dict[str, Any]:
+def results_of(ours: list[PromptRounds], stored: Scalings | None = None) -> dict[str, Any]:
     theirs = decoded(0.7, seed=1)
     run = {
         "section": "acceptance", "dtype": "bfloat16", "drafter": "toy", "num_drafts": N,
@@ -92,7 +93,7 @@ def test_positions_count_only_rounds_that_got_there() -> None:
 
 
 def test_the_sweep_cuts_where_the_schedule_would(rounds: BlockRounds) -> None:
-    for at in figures.threshold_figures(rounds, (1.0, 1.0, 1.0)):
+    for at in figures.threshold_figures(rounds, Scaling.plain(3)):
         schedule = ThresholdSchedule(3, StepCosts(), at["threshold"])
         stated = 1 / (1 + np.exp(-rounds.logits))
         drafts = [Draft(3, 0, row.tolist()) for row in stated]
@@ -100,7 +101,7 @@ def test_the_sweep_cuts_where_the_schedule_would(rounds: BlockRounds) -> None:
         assert at["verified_per_round"] == np.mean(lengths)
         kept = np.minimum(rounds.accepted, lengths)
         assert at["accepted_length"] == pytest.approx(kept.mean() + 1)
-    first = figures.threshold_figures(rounds, (1.0,) * 3)[0]
+    first = figures.threshold_figures(rounds, Scaling.plain(3))[0]
     assert (first["threshold"], first["verified_per_round"]) == (0.0, 3)
 
 
@@ -124,18 +125,20 @@ def test_lengths_are_those_of_the_metrics(ours: list[PromptRounds]) -> None:
 def test_confidences_are_measured_on_prompts_that_were_not_fitted_on(
     ours: list[PromptRounds],
 ) -> None:
-    found = _calibration(ours, N, ())
+    found = _calibration(ours, N, None)
     assert found is not None
     assert "every other prompt" in found["source"]
     total = found["groups"][-1]
     assert (total["group"], total["rounds"]) == ("all", 40 * 6)
     assert total["after"]["ece"] < total["before"]["ece"]
     assert sum(entry["count"] for entry in total["after"]["reliability"]) == 240 * N
-    stored = _calibration(ours, N, (2.0,) * N)
+    halved = Scaling((2.0,) * N, (0.0,) * N)
+    stored = _calibration(ours, N, Scalings(halved, Scaling.plain(N)))
     assert stored is not None
-    assert stored["temperatures"] == [2.0] * N
+    for entry in stored["groups"]:
+        assert entry["scaling"]["temperatures"] == [1.0 if entry["temperature"] else 2.0] * N
     assert stored["groups"][-1]["rounds"] == 480
-    assert _calibration(decoded(confident=False), N, ()) is None
+    assert _calibration(decoded(confident=False), N, None) is None
 
 
 def test_rounds_without_confidences_do_not_disturb_those_with() -> None:
@@ -143,7 +146,9 @@ def test_rounds_without_confidences_do_not_disturb_those_with() -> None:
         PromptRounds(a.prompt, a.group, a.temperature, a.record, (*a.rounds, *b.rounds))
         for a, b in zip(decoded(), decoded(0.1, seed=5, confident=False), strict=True)
     ]
-    assert _calibration(mixed, N, (2.0,) * N) == _calibration(decoded(), N, (2.0,) * N)
+    halved = Scaling((2.0,) * N, (0.0,) * N)
+    scalings = Scalings(halved, halved)
+    assert _calibration(mixed, N, scalings) == _calibration(decoded(), N, scalings)
     assert _group_figures(mixed, N, has_blocks=False)["depth"] == []
 
 

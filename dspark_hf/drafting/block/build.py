@@ -10,6 +10,7 @@ from dspark_hf.drafting.block.model import BlockModel
 from dspark_hf.drafting.block.taps import decoder_blocks
 from dspark_hf.drafting.block.vocabulary import Vocabulary
 from dspark_hf.drafting.checkpoints.base import check_against_target
+from dspark_hf.verification.scaling import Scalings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,11 +49,6 @@ def build_block_drafter(
         checkpoint.spec, target, embed=checkpoint.embed, head=checkpoint.head, d2t=checkpoint.d2t
     )
     vocabulary.to(device, dtype)
-    calibration = checkpoint.calibration or {}
-    return BlockDrafter(
-        model,
-        vocabulary,
-        target,
-        temperatures=calibration.get("temperatures", ()),
-        name=name,
-    )
+    stored = checkpoint.calibration
+    scalings = None if stored is None else Scalings.from_dict(stored)
+    return BlockDrafter(model, vocabulary, target, scalings=scalings, name=name)

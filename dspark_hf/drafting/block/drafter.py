@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dspark_hf.drafting.block.model import BlockModel
     from dspark_hf.drafting.block.vocabulary import Vocabulary
     from dspark_hf.values import DraftRequest, Warp
+    from dspark_hf.verification.scaling import Scalings
 
 
 class BlockDrafter:
@@ -38,7 +39,7 @@ class BlockDrafter:
         vocabulary: Vocabulary,
         target: PreTrainedModel,
         *,
-        temperatures: Sequence[float] = (),
+        scalings: Scalings | None = None,
         name: str = "block",
     ) -> None:
         """Prepare a drafter.
@@ -47,24 +48,22 @@ class BlockDrafter:
             model: Its parameters, of the target's dtype and on its device.
             vocabulary: Embedding and output head.
             target: The model it drafts for.
-            temperatures: Of the confidences, one per position, from calibration; empty for 1.
+            scalings: Of the confidences, from calibration; None leaves them as they are.
             name: Name in logs and statistics.
 
         Raises:
-            CheckpointError: If there are temperatures, but not one above 0 per draft token.
+            CheckpointError: If there are scalings, but not for as many positions as drafts.
         """
         self.model, self.vocabulary, self.target = model, vocabulary, target
         self.name = name
-        self.temperatures = tuple(temperatures)
+        self.scalings = scalings
         spec = model.spec
         self.target_layers = spec.target_layers
         self.block_size = spec.num_drafts
-        if len(self.temperatures) not in (0, spec.num_drafts) or not all(
-            temperature > 0 for temperature in self.temperatures
-        ):
+        if scalings is not None and scalings.num_positions != spec.num_drafts:
             raise CheckpointError(
-                f"calibration must give {spec.num_drafts} temperatures above 0, one per draft "
-                f"token, or none; got {list(self.temperatures)}. Calibrate the drafter again."
+                f"calibration must be for {spec.num_drafts} draft tokens; got one for "
+                f"{scalings.num_positions}. Calibrate the drafter again."
             )
         self._context: DraftContext | None = None
 
@@ -181,7 +180,8 @@ class BlockDrafter:
                 previous = self._choose(requests, drawing, logits, probs)
                 chosen.append(previous)
         ids = torch.stack(chosen, dim=1).tolist()
-        told = self._confidence(hidden[:, skipped:], tokens[skipped:])
+        drawn = [request.warp is not None for request in requests]
+        told = self._confidence(hidden[:, skipped:], tokens[skipped:], drawn)
         return [
             Proposal(
                 ids[i][:count],
@@ -232,18 +232,24 @@ class BlockDrafter:
         vocab_size = int(compat.text_config(self.target).vocab_size)
         return self.vocabulary.scatter(torch.stack(probs), vocab_size).cpu()
 
-    def _confidence(self, hidden: torch.Tensor, tokens: list[torch.Tensor]) -> list[list[float]]:
+    def _confidence(
+        self, hidden: torch.Tensor, tokens: list[torch.Tensor], drawn: Sequence[bool]
+    ) -> list[list[float]]:
         """Return each row's calibrated confidences; none where there is no head.
 
         Args:
             hidden: Of the drafted positions, (R, N, d).
             tokens: W1 rows (R, r) of the token before each; none without a sequential head.
+            drawn: Whether each row's text is sampled.
         """
         head = self.model.confidence_head
         if head is None:
             return []
         logits = head(hidden, torch.stack(tokens, dim=1) if tokens else None).float()
-        if self.temperatures:
-            logits = logits / logits.new_tensor(self.temperatures[: logits.shape[1]])
+        if self.scalings is not None:
+            rows = [self.scalings.of(is_drawn=is_drawn) for is_drawn in drawn]
+            length = logits.shape[1]
+            logits = logits / logits.new_tensor([row.temperatures[:length] for row in rows])
+            logits = logits + logits.new_tensor([row.shifts[:length] for row in rows])
         # Where there is no number there is no confidence.
         return cast("list[list[float]]", torch.sigmoid(logits).nan_to_num(0.0).tolist())
