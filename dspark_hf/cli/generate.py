@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from dspark_hf.errors import ConfigError
 
 WARM_UP_TOKENS = 4
 """New tokens of the untimed calls before a comparison."""
@@ -26,7 +30,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 128,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random.")] = False,
-    temperature: Annotated[float, typer.Option(help="Used with --sample.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Above 0; used with --sample.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes --sample repeatable.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run plain Transformers too, and compare.")
@@ -42,6 +46,10 @@ def generate(
     from dspark_hf.config import DSparkConfig
     from dspark_hf.losslessness import find_forks
 
+    if sample:
+        check_temperature(temperature)
+    if trace not in (None, "-"):
+        check_page(Path(trace))
     console = Console(highlight=False)
     # Draft lengths follow measured times; only coupled draws do not depend on them.
     config = DSparkConfig(seed=seed, acceptance="rejection" if seed is None else "coupled")
@@ -51,9 +59,10 @@ def generate(
     if sample:
         kwargs["temperature"] = temperature
     if compare:
-        # The first call of a process pays for allocations and thread pools.
-        session.generate_plain(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
+        # The first call of a process pays for allocations and thread pools. Ours comes first as it
+        # says what is wrong with a prompt.
         session.generate(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
+        session.generate_plain(wrapped, batch, **kwargs, max_new_tokens=WARM_UP_TOKENS)
     kwargs["max_new_tokens"] = max_new_tokens
     with nullcontext([]) if trace is None else wrapped.dspark.trace() as rounds:
         run = session.generate(wrapped, batch, **kwargs)
@@ -76,7 +85,6 @@ def generate(
             title=f"{Path(model).name}, drafter {Path(drafter).name}",
             first=[ids[0] if ids else None for ids in run.ids],
         )
-        Path(trace).parent.mkdir(parents=True, exist_ok=True)
         Path(trace).write_text(page, encoding="utf-8")
         console.print(f"Every round is in {trace}.", soft_wrap=True)
     if compare:
@@ -88,3 +96,45 @@ def generate(
             return
         for fork in find_forks(wrapped, batch, plain.ids, run.ids, kwargs):
             console.print(render.identical_text(fork, wrapped.dtype))
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that cannot be sampled at.
+
+    Args:
+        temperature: Of --temperature.
+
+    Raises:
+        ConfigError: Unless it is a finite number above 0.
+    """
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ConfigError(
+            f"--temperature must be a finite number above 0 to sample at; got {temperature:g}. For "
+            "the likeliest token at every place leave --sample out."
+        )
+
+
+def check_page(path: Path) -> None:
+    """Make the folder of a page, so that one that cannot be written fails before the model loads.
+
+    Args:
+        path: Of --trace.
+
+    Raises:
+        ConfigError: If no file can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        place = path if path.exists() else path.parent
+        is_writable = not path.is_dir() and os.access(place, os.W_OK)
+    except OSError as error:
+        raise _refused(path, error.strerror or type(error).__name__) from error
+    if not is_writable:
+        raise _refused(path, "a folder" if path.is_dir() else "no permission to write")
+
+
+def _refused(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--trace must be a file that can be written, or - for the terminal; got {str(path)!r}: "
+        f"{why}. Name another file."
+    )

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
@@ -73,14 +74,7 @@ def load(
         raise ConfigError(f"dtype must be one of {list(DTYPES)}; got {dtype!r}.")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"model must be the path or hub id of a causal LM with its tokenizer; loading "
-            f"{source!r} failed: {str(error).strip().splitlines()[0]}"
-        ) from error
+    tokenizer, model = _loaded(source, dtype)
     if torch.cuda.is_available():
         model.to("cuda")
     if tokenizer.pad_token_id is None:
@@ -91,6 +85,35 @@ def load(
     # Checked now, so that no timed call pays for it.
     model.dspark.target_choice()
     return model, tokenizer
+
+
+def _loaded(source: str, dtype: str) -> tuple[Any, Any]:
+    """Return a tokenizer and a causal LM, or refuse what they cannot be loaded from."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except Exception as error:
+        # A broken file raises whatever its reader does: of JSON, safetensors, pickle, a config.
+        raise CheckpointError(
+            f"model must be the path or hub id of a causal LM with its tokenizer; loading "
+            f"{source!r} failed: {_reason(error)}"
+        ) from error
+    if loaded["mismatched_keys"]:
+        name, held, wanted = min(loaded["mismatched_keys"])
+        raise CheckpointError(
+            f"model must have weights of the shapes its config.json says; {name} of {source!r} is "
+            f"{tuple(held)}, not {tuple(wanted)}. Get config.json and weights of one model."
+        )
+    return tokenizer, model
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says first, with its kind where the words alone say little."""
+    lines = str(error).strip().splitlines()
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return said if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {said}"
 
 
 def encode(
@@ -108,23 +131,38 @@ def encode(
         dict[str, torch.Tensor]: input_ids and attention_mask, int64 of shape (B, longest).
 
     Raises:
-        ConfigError: If a chat template is asked for and the tokenizer has none.
+        ConfigError: If a chat template is asked for and the tokenizer has none, or its own cannot
+            be applied, or a batch needs padding that the tokenizer does not have.
     """
     texts = list(prompts)
     is_chat = bool(tokenizer.chat_template) if chat is None else chat
     if is_chat and not tokenizer.chat_template:
         raise ConfigError("--chat needs a tokenizer with a chat template; got none. Use --no-chat.")
     if is_chat:
-        texts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-            )
-            for text in texts
-        ]
+        texts = [_as_chat(tokenizer, text) for text in texts]
+    if len(texts) > 1 and tokenizer.pad_token_id is None:
+        raise ConfigError(
+            "a batch needs a tokenizer with a padding, end or unknown token; got "
+            f"{len(texts)} prompts and a tokenizer with none of them. Run one prompt at a time."
+        )
     encoded = tokenizer(
         texts, return_tensors="pt", padding=len(texts) > 1, add_special_tokens=not is_chat
     )
     return {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
+
+
+def _as_chat(tokenizer: Any, text: str) -> str:
+    """Return a user's message as the chat template puts it."""
+    message = {"role": "user", "content": text}
+    try:
+        return str(
+            tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        )
+    except TemplateError as error:
+        raise ConfigError(
+            "--chat needs a chat template that takes one user message; applying the tokenizer's "
+            f"failed: {type(error).__name__}: {error}. Use --no-chat."
+        ) from error
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
