@@ -228,7 +228,8 @@ def test_verify_catches_a_broken_greedy_rule(folder, prompts, monkeypatch):
         "verify", "--model", folder, "--prompts", prompts, "--dtype", "float32",
         "--max-new-tokens", "16", "--samples", "0", "--kw", "repetition_penalty=1.1", exit_code=1,
     )  # fmt: skip
-    assert "DIFFERENT: 2 greedy texts differ by more than rounding" in output
+    # How many prompts are drafted for follows measured times.
+    assert re.search("DIFFERENT: [12] greedy texts differ by more than rounding", output)
 
 
 def test_verify_catches_a_broken_sampling_rule(folder, small_folder, prompts, monkeypatch):
