@@ -171,7 +171,10 @@ class DSparkHandle:
         key = (drafter.name, id(drafter), config.max_draft_tokens, settings)
         if key not in self._schedules:
             block_size = getattr(drafter, "block_size", None)
-            self._schedules[key] = build_schedule(config, self.costs, block_size)
+            grows = getattr(drafter, "draft_cost_grows", False)
+            self._schedules[key] = build_schedule(
+                config, self.costs, block_size, draft_cost_grows=grows
+            )
         return self._schedules[key]
 
     def _load_profile(self) -> None:

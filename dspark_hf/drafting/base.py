@@ -22,8 +22,9 @@ class Drafter(Protocol):
     speaks of: its `signal` and number of tokens depend only on tokens before it, the confidence of
     a token only on tokens before that one. `docs/drafters.md` tells why.
 
-    A drafter may have an attribute `block_size`, the number of tokens it always drafts: fewer cost
-    it the same, so that a schedule asks for a whole block or for nothing.
+    A drafter may have an attribute `block_size`, the tokens of the block that it computes for any
+    number: fewer cost it the same, so that a schedule asks for a whole block or for nothing. With
+    `draft_cost_grows = True` beside it, fewer cost somewhat less, and what they cost is measured.
 
     Calls for one model come one at a time; `row_id` is unique in the process, so that one object
     may draft for several models.

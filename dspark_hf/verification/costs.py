@@ -32,6 +32,11 @@ them, and those between them."""
 RATIOS_JUDGED, RATIOS_KEPT = 16, 32
 """Forwards compared before a profile is judged, and the latest ones it is judged by."""
 
+PROBE_TOKENS = 4
+"""Tokens of a first draft where nothing is known of its cost."""
+SHORT_TOKENS, PROBES = 2, 2
+"""The short length at which a block drafter's cost is measured, and how often each is at first."""
+
 _Group = tuple[int, int]
 """Cell of the number of rows, range of context."""
 
@@ -168,15 +173,21 @@ class StepCosts:
 
 
 class DraftCosts:
-    """Seconds of a draft by its length."""
+    """Seconds of a draft by its length.
 
-    def __init__(self, block_size: int | None = None) -> None:
+    A drafter without blocks is taken to cost in proportion to the length. A block costs the same
+    for any length, or, where its tokens are chosen one by one, a base and something per token:
+    then two lengths are tried (`probe`) and others lie on the line between what was measured.
+    """
+
+    def __init__(self, block_size: int | None = None, *, grows: bool = False) -> None:
         """Start with nothing measured.
 
         Args:
-            block_size: Set for a drafter whose drafts all cost what a block of this length does.
+            block_size: Set for a drafter that computes a whole block for any length.
+            grows: Whether a longer part of the block costs more nevertheless.
         """
-        self.block_size = block_size
+        self.block_size, self.grows = block_size, grows
         self._seconds: dict[int, deque[float]] = {}
 
     @property
@@ -184,21 +195,41 @@ class DraftCosts:
         """Whether any draft was measured."""
         return bool(self._seconds)
 
+    def probe(self, longest: int) -> int:
+        """Return the length to try next, 0 if enough is known: that of the first drafts.
+
+        Args:
+            longest: Most tokens there is room for.
+        """
+        if self.block_size is None:
+            return 0 if self.is_known else min(PROBE_TOKENS, longest)
+        if not self.grows:
+            return 0 if self.is_known else longest
+        tried = [n for n, found in self._seconds.items() if len(found) >= PROBES]
+        if len(tried) > 1:
+            return 0
+        whole, short = min(longest, self.block_size), min(longest, SHORT_TOKENS)
+        return short if tried and tried != [short] else whole
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add one measured draft: the longest of its round, in tokens, and what it took."""
         if num_tokens < 1:
             return
-        key = num_tokens if self.block_size is None else self.block_size
+        key = num_tokens if self.grows or self.block_size is None else self.block_size
         self._seconds.setdefault(key, deque(maxlen=KEPT)).append(seconds)
 
     def predict(self, length: int) -> float:
-        """Return the expected seconds of a draft, by the nearest measured length."""
+        """Return the expected seconds of a draft, by what was measured of other lengths."""
         if not self._seconds or length == 0:
             return 0.0
-        if self.block_size is not None:
-            return median(self._seconds[self.block_size])
-        nearest = min(self._seconds, key=lambda n: abs(n - length))
-        return median(self._seconds[nearest]) * length / nearest
+        if self.block_size is None:
+            nearest = min(self._seconds, key=lambda n: abs(n - length))
+            return median(self._seconds[nearest]) * length / nearest
+        known = {n: median(found) for n, found in self._seconds.items()}
+        if len(known) > 1 and length > max(known):
+            # No more than a block is drafted.
+            return known[max(known)]
+        return _interpolate(known, max(length, min(known)))
 
 
 def _borrow(here: dict[int, float], there: dict[int, float], cell: int) -> float | None:

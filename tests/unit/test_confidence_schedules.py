@@ -362,6 +362,22 @@ def test_a_block_drafter_is_asked_for_a_whole_block_or_for_nothing(draft_s: floa
     assert ((0,) in asked) == (draft_s > 1)
 
 
+def test_where_a_longer_part_costs_more_the_length_that_pays_is_asked_for() -> None:
+    # Behind the first token one in five survives: the rest of a block is not worth its time.
+    schedule = CostAwareSchedule(8, known(nearly_flat), block_size=7, draft_cost_grows=True)
+    asked = []
+    for _ in range(60):
+        (length,) = schedule.ask(rows())
+        asked.append(length)
+        if length:
+            schedule.observe_draft(min(length, 7), 0.05 + 0.08 * min(length, 7))
+        told = (0.75, *(0.2,) * 6)[: min(7, length)]
+        (n,) = schedule.cut(rows(), [Draft(len(told), 0, told)])
+        schedule.observe([RowOutcome(0, 0, n, min(n, 1), told[:n])], 1 + n, 100, nearly_flat(1 + n))
+    assert asked[:4] == [7, 7, 2, 2]
+    assert set(asked[-20:]) <= {1, 2}
+
+
 def test_a_short_piece_of_a_block_is_worth_no_more_asking_than_its_cost() -> None:
     # Scaled by length a token of it would cost a seventh and seem to pay.
     schedule = block_schedule(known(proportional))

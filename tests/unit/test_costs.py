@@ -124,6 +124,28 @@ def test_a_block_costs_the_same_however_little_of_it_is_wanted() -> None:
     assert costs.predict(1) == costs.predict(7) == 2.0
 
 
+def test_a_block_that_grows_is_timed_at_two_lengths_and_read_between_them() -> None:
+    costs, asked = DraftCosts(block_size=7, grows=True), []
+    while length := costs.probe(8):
+        asked.append(length)
+        costs.observe(length, 6.0 + 0.2 * length)
+    assert asked == [7, 7, 2, 2]
+    assert costs.predict(4) == pytest.approx(6.8)
+    assert costs.predict(7) == costs.predict(8) == pytest.approx(7.4)
+    assert costs.predict(1) == costs.predict(2) == pytest.approx(6.4)
+    # A text that ends asks for no further trials.
+    assert [costs.probe(n) for n in (6, 3, 1, 0)] == [0, 0, 0, 0]
+
+
+def test_a_short_text_tries_what_there_is_room_for() -> None:
+    costs = DraftCosts(block_size=7, grows=True)
+    assert [costs.probe(n) for n in (0, 1, 5)] == [0, 1, 5]
+    costs.observe(1, 1.0)
+    costs.observe(1, 1.0)
+    assert costs.probe(1) == 1
+    assert costs.probe(5) == 2
+
+
 def test_a_round_without_drafts_is_asked_for_a_few_times_and_only_after_wide_ones() -> None:
     costs, asked = StepCosts(), 0
     for _ in range(100):

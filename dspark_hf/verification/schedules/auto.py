@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dspark_hf.verification.costs import DraftCosts
-from dspark_hf.verification.schedules.accounts import PROBE_TOKENS, Accounts
+from dspark_hf.verification.schedules.accounts import Accounts
 from dspark_hf.verification.schedules.selection import adaptive_lengths
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -40,6 +40,7 @@ class CostAwareSchedule:
         *,
         may_pause: bool = True,
         block_size: int | None = None,
+        draft_cost_grows: bool = False,
     ) -> None:
         """Start from priors.
 
@@ -47,14 +48,15 @@ class CostAwareSchedule:
             max_tokens: Most draft tokens per row and round.
             costs: Measured step costs, shared by calls of one model.
             may_pause: Whether to stop drafting where it does not pay.
-            block_size: Of a drafter that always drafts a whole block.
+            block_size: Of a drafter that computes a whole block for any length.
+            draft_cost_grows: Whether a longer part of a block costs it more.
         """
         self.max_tokens = max_tokens
         self.costs = costs
-        self.draft_costs = DraftCosts(block_size)
+        self.draft_costs = DraftCosts(block_size, grows=draft_cost_grows)
         self.estimates = SurvivalEstimates()
         self.accounts = Accounts(may_pause=may_pause)
-        self._is_block = block_size is not None
+        self._is_whole = block_size is not None and not draft_cost_grows
         self._drafts: dict[int, Draft] = {}
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
@@ -63,9 +65,8 @@ class CostAwareSchedule:
         longest = max(room, default=0)
         if self.accounts.may_pause and self.costs.needs_plain(len(rows)):
             return [0] * len(rows)
-        if not self.draft_costs.is_known:
-            first = longest if self._is_block else PROBE_TOKENS
-            return [min(first, most) for most in room]
+        if probe := self.draft_costs.probe(longest):
+            return [min(probe, most) for most in room]
         step = self._step_s(rows, 0)
         if longest == 0 or self.draft_costs.predict(longest) < CHEAP * step:
             return room
@@ -77,7 +78,7 @@ class CostAwareSchedule:
         best = self.accounts.allowed(signal, best)
         if best == 0:
             self.accounts.refill({signal})
-        elif self._is_block:
+        elif self._is_whole:
             best = longest
         return [min(best, most) for most in room]
 

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
 
 
 def build_schedule(
-    config: DSparkConfig, costs: StepCosts, block_size: int | None = None
+    config: DSparkConfig,
+    costs: StepCosts,
+    block_size: int | None = None,
+    *,
+    draft_cost_grows: bool = False,
 ) -> Schedule:
     """Make the schedule of a configuration.
 
     Args:
         config: Names it and its settings.
         costs: Measured step costs of the target, shared by its schedules.
-        block_size: Of a drafter that always drafts a whole block.
+        block_size: Of a drafter that computes a whole block for any length.
+        draft_cost_grows: Whether a longer part of a block costs it more.
 
     Returns:
         Schedule: One that has learned nothing.
@@ -40,4 +45,10 @@ def build_schedule(
         return PrefixSchedule(most, costs)
     if config.schedule == "budget":
         return BudgetSchedule(most, costs)
-    return CostAwareSchedule(most, costs, may_pause=config.never_slower, block_size=block_size)
+    return CostAwareSchedule(
+        most,
+        costs,
+        may_pause=config.never_slower,
+        block_size=block_size,
+        draft_cost_grows=draft_cost_grows,
+    )
