@@ -100,6 +100,9 @@ def train(
     from_bigrams: Annotated[
         bool | None, _option("Start the sequential head from the texts' token pairs.", TRAINING)
     ] = None,
+    from_drafter: Annotated[
+        str | None, _option("Go on from a block drafter of this target: path or hub id.", TRAINING)
+    ] = None,
     only_answers: Annotated[
         bool | None, _option("Learn from answers only, not from prompts.", TRAINING)
     ] = None,

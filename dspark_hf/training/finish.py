@@ -95,7 +95,10 @@ def finish(
         "license": options.license or _license_of(options.target),
         "target_dtype": options.dtype,
         "run": _describe(result),
-        "settings": settings.as_dict(),
+        "settings": {
+            name: _public_name(value) if value and name in ("teacher", "from_drafter") else value
+            for name, value in settings.as_dict().items()
+        },
         "defaults": TrainSettings().as_dict(),
         "texts": _text_facts(inputs, result),
     }

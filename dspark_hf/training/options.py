@@ -79,6 +79,7 @@ class TrainOptions:
     teacher: str | None = None
     distillation: float = SETTINGS.distillation
     from_bigrams: bool = SETTINGS.from_bigrams
+    from_drafter: str | None = None
     # Target and result
     dtype: str = "bfloat16"
     lessons: str | None = None

@@ -25,7 +25,12 @@ from dspark_hf.training import data
 from dspark_hf.training.distill import Teacher
 from dspark_hf.training.features import LessonSource
 from dspark_hf.training.settings import TrainSettings
-from dspark_hf.training.start import initialise, start_from_bigrams, start_from_target
+from dspark_hf.training.start import (
+    initialise,
+    load_start,
+    start_from_bigrams,
+    start_from_target,
+)
 from dspark_hf.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -104,24 +109,26 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
         max_tokens=settings.max_tokens,
         only_answers=settings.only_answers,
     )
-    spec = make_spec(target, shape, texts)
+    earlier = None
+    if settings.from_drafter is not None:
+        earlier = load_start(settings.from_drafter, target, shape)
+    spec = make_spec(target, shape, texts) if earlier is None else earlier.spec
     name = data.fingerprint(texts)
     with accelerator.main_process_first():
         # The first process may write; the others find the run they belong to.
         _claim(inputs.out, {"settings": settings.as_dict(), "spec": vars(spec), "texts": name})
     kept = d2t = None
-    if spec.is_pruned:
+    if earlier is not None:
+        d2t = earlier.d2t
+    elif spec.is_pruned:
         kept = data.draft_vocabulary(texts, spec.draft_vocab_size, spec.vocab_size)
         d2t = kept - torch.arange(len(kept))
     model = BlockModel(spec)
-    initialise(model, settings.seed)
     training, validation = data.split(texts, settings.validation_share, settings.seed)
-    if settings.from_target:
-        sample = [texts[i].ids for i in training[:SAMPLE_TEXTS]]
-        width = min(len(ids) for ids in sample)
-        start_from_target(model, target, torch.tensor([ids[:width] for ids in sample]))
-    if settings.from_bigrams:
-        start_from_bigrams(model, [texts[i] for i in training], kept)
+    if earlier is not None:
+        model.load_state_dict({n: t.to(torch.float32) for n, t in earlier.tensors.items()})
+    else:
+        _start(model, target, [texts[i] for i in training], kept, settings)
     folder = inputs.lessons
     if folder is not None:
         taps = "-".join(str(i) for i in spec.target_layers)
@@ -157,6 +164,23 @@ def train(inputs: RunInputs, shape: DrafterShape, settings: TrainSettings) -> Ru
     kind = "speculators-dspark" if spec.is_pruned or not spec.reads_anchor else "deepspec-dspark"
     checkpoint = BlockCheckpoint(spec=spec, tensors=tensors, d2t=d2t, kind=kind)
     return RunResult(checkpoint, best, len(texts), sum(len(t.ids) for t in texts))
+
+
+def _start(
+    model: BlockModel,
+    target: PreTrainedModel,
+    texts: list[data.Text],
+    kept: torch.Tensor | None,
+    settings: TrainSettings,
+) -> None:
+    """Give a new drafter its first parameters, as the settings say."""
+    initialise(model, settings.seed)
+    if settings.from_target:
+        sample = [text.ids for text in texts[:SAMPLE_TEXTS]]
+        width = min(len(ids) for ids in sample)
+        start_from_target(model, target, torch.tensor([ids[:width] for ids in sample]))
+    if settings.from_bigrams:
+        start_from_bigrams(model, texts, kept)
 
 
 def make_spec(target: PreTrainedModel, shape: DrafterShape, texts: list[data.Text]) -> BlockSpec:

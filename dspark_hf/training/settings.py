@@ -67,6 +67,8 @@ class TrainSettings:
         distillation: Share of the L1 distance to the teacher's distributions.
         from_bigrams: Whether the sequential head starts from which token follows which in the
             texts, see `start.start_from_bigrams`.
+        from_drafter: Path or hub id of a block drafter of this target to go on from, in place of
+            `from_target` and `from_bigrams`; None for none. Its shape and draft ids are kept.
     """
 
     steps: int = 1000
@@ -92,6 +94,7 @@ class TrainSettings:
     teacher: str | None = None
     distillation: float = 0.5
     from_bigrams: bool = False
+    from_drafter: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""
@@ -103,6 +106,10 @@ class TrainSettings:
         if not 0 < self.validation_share < 1:
             raise ConfigError(
                 f"validation_share must lie between 0 and 1; got {self.validation_share}."
+            )
+        if self.from_drafter is not None and self.from_bigrams:
+            raise ConfigError(
+                "from_bigrams would replace what from_drafter brings; got both. Choose one."
             )
         if self.learning_rate <= 0:
             raise ConfigError(f"learning_rate must be positive; got {self.learning_rate}.")

@@ -10,6 +10,10 @@ from torch import nn
 
 from dspark_hf import compat
 from dspark_hf.drafting.block.taps import decoder_blocks
+from dspark_hf.drafting.checkpoints.base import check_against_target
+from dspark_hf.drafting.checkpoints.load import load_checkpoint
+from dspark_hf.errors import ConfigError
+from dspark_hf.training.settings import DrafterShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dspark_hf.drafting.block.model import BlockModel
+    from dspark_hf.drafting.checkpoints.base import BlockCheckpoint
     from dspark_hf.training.data import Text
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,54 @@ _SHARED = (
     "input_layernorm",
     "post_attention_layernorm",
 )
+
+
+def load_start(source: str, target: PreTrainedModel, shape: DrafterShape) -> BlockCheckpoint:
+    """Read the drafter that training goes on from.
+
+    Args:
+        source: Path or hub id of a block drafter.
+        target: The model to draft for.
+        shape: What was asked for; fields at their defaults follow the drafter.
+
+    Raises:
+        ConfigError: If it has another shape, or tables of its own that training would not touch.
+        CheckpointError: If it cannot be read or was made for another target.
+    """
+    rows, width = target.get_input_embeddings().weight.shape
+    found = load_checkpoint(source, vocab_size=int(rows))
+    check_against_target(
+        found,
+        hidden_size=int(width),
+        num_layers=len(decoder_blocks(target)),
+        vocab_size=int(rows),
+    )
+    if found.embed is not None or found.head is not None:
+        raise ConfigError(
+            f"from_drafter must borrow the target's embedding and output head; {source} brings its "
+            "own. Convert it to a layout without them, or train from the target."
+        )
+    spec = found.spec
+    own = {
+        "markov_rank": spec.markov_rank,
+        "head": spec.head,
+        "confidence": spec.has_confidence,
+        "block_size": spec.block_size,
+        "num_layers": spec.num_layers,
+        "target_layers": spec.target_layers,
+        "intermediate_size": spec.intermediate_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "mask_token_id": spec.mask_token_id,
+        "reads_anchor": spec.reads_anchor,
+    }
+    for name, value in own.items():
+        asked = getattr(shape, name)
+        if asked not in (getattr(DrafterShape(), name), value):
+            raise ConfigError(
+                f"{name} must be {value}, as of {source}; got {asked}. Leave it out, or train "
+                "without from_drafter."
+            )
+    return found
 
 
 @torch.no_grad()

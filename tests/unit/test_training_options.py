@@ -44,8 +44,13 @@ def test_every_field_of_shape_and_settings_can_be_set():
         (options.settings(7), TrainSettings()),
     ):
         for field in dataclasses.fields(made):
-            assert getattr(made, field.name) != getattr(default, field.name), field.name
+            # Excludes from_bigrams; below.
+            if field.name != "from_drafter":
+                assert getattr(made, field.name) != getattr(default, field.name), field.name
     assert options.shape().target_layers == (0, 1)
+    assert merge(tokens=5, from_drafter="y").settings(7).from_drafter == "y"
+    with pytest.raises(ConfigError, match="from_bigrams would replace"):
+        merge(tokens=5, from_drafter="y", from_bigrams=True).settings(7)
 
 
 def test_flags_win_over_the_file_and_names_may_have_dashes(tmp_path):

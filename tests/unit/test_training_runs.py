@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -21,6 +22,7 @@ from dspark_hf.training.trainer import Trainer, learning_rate
 from harness import generate, wrapped
 from training_files import (
     QUICK,
+    SHAPE,
     byte_tokenizer,
     greedy_texts,
     quick_run,
@@ -142,6 +144,41 @@ def test_a_folder_older_than_a_setting_is_continued_at_its_default(target, texts
     quick_run(target, texts, tmp_path)
     with pytest.raises(ConfigError, match=r"'distillation': 0\.5"):
         quick_run(target, texts, tmp_path, distillation=0.1)
+
+
+def test_training_goes_on_from_a_drafter_with_its_shape_and_ids(target, texts, tmp_path):
+    shape = dataclasses.replace(SHAPE, draft_vocab_size=60)
+    first = quick_run(target, texts, tmp_path / "first", shape)
+    save_checkpoint(
+        first.checkpoint, tmp_path / "drafter", layout="speculators", include_embed=False,
+        include_head=False,
+    )  # fmt: skip
+    other = text_file(tmp_path / "other.jsonl", ragged_texts(12, seed=9))
+    again = {"from_drafter": str(tmp_path / "drafter"), "steps": 1, "learning_rate": 1e-9}
+    second = quick_run(target, other, tmp_path / "second", DrafterShape(), **again)
+    assert second.checkpoint.spec == first.checkpoint.spec
+    assert torch.equal(second.checkpoint.d2t, first.checkpoint.d2t)
+    for name, tensor in first.checkpoint.tensors.items():
+        assert torch.allclose(second.checkpoint.tensors[name], tensor, atol=1e-6), name
+    for changed, said in (({"block_size": 3}, "block_size must be 4"),
+                          ({"draft_vocab_size": 61}, "draft_vocab_size must be 60"),
+                          ({"markov_rank": 9}, "markov_rank must be 8")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            quick_run(
+                target, other, tmp_path / "third", dataclasses.replace(SHAPE, **changed), **again
+            )
+
+
+def test_a_drafter_with_tables_of_its_own_is_not_gone_on_from(target, texts, tmp_path):
+    found = quick_run(target, texts, tmp_path / "first").checkpoint
+    spec = found.spec
+    tables = torch.zeros(spec.vocab_size, spec.hidden_size)
+    owning = dataclasses.replace(found, embed=tables, head=tables)
+    save_checkpoint(
+        owning, tmp_path / "drafter", layout="deepspec", include_embed=True, include_head=True
+    )
+    with pytest.raises(ConfigError, match="brings its own"):
+        quick_run(target, texts, tmp_path / "second", from_drafter=str(tmp_path / "drafter"))
 
 
 def losses_of(target, texts, out, shape, **settings):
