@@ -63,7 +63,8 @@ class Feed:
         row_id: The row.
         ids: New tokens; they follow the row's cached length.
         keep: Logits are wanted for this many of the last tokens, at least 1.
-        is_prompt: Whether they belong to a prompt, which is never read sparsely.
+        is_prompt: Whether they belong to a prompt, which is read densely unless the row's sparse
+            policy says how to read prompts.
     """
 
     row_id: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dspark_hf.attention.policy import SparsePolicy
+from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.attention.sparse import SparseReading, SparseStats
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.values import Feed
@@ -21,6 +21,13 @@ ALL = SparsePolicy(tokens=4096, min_context=0)
 """Reads every page."""
 LEAST = SparsePolicy(tokens=48, recent_pages=2, min_context=0)
 """Reads the first page and the newest two, whatever they hold."""
+SOME = LEAST.replace(prefill=SparsePrefill(tokens=96, min_context=0))
+"""Blocks of prompts read those before them, and three pages that promise most attention."""
+
+
+def wholly(block: int = 64) -> SparsePolicy:
+    """Return a policy that reads every page, block by block."""
+    return ALL.replace(prefill=SparsePrefill(tokens=4096, block=block, min_context=0))
 
 
 def sparse_target(model: Any, policy: SparsePolicy) -> tuple[FlatTarget, SparseStats]:

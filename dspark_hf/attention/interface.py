@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from dspark_hf import compat
+from dspark_hf.attention.prefill import attend_blocks, first_in_blocks
 from dspark_hf.attention.sparse import attend_pages
 from dspark_hf.errors import ExpandsCacheError, UnsupportedByFlatError
 from dspark_hf.targets.step import MAX_PACKED_QUERIES, Group
@@ -27,6 +28,7 @@ from dspark_kernels.ragged_attention.op import packed_attention
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from dspark_hf.attention.policy import SparsePrefill
     from dspark_hf.attention.sparse import SparseRow
     from dspark_hf.targets.cache import DSparkCache, DSparkLayer
     from dspark_hf.targets.step import Segment
@@ -136,11 +138,12 @@ def dspark_attention(
             span = slice(first_key + first, first_key + end)
             first_key += last.end
             outs.append(_attend_rows(part, key[:, :, span], value[:, :, span], group, form))
+        elif form.can_skip_pages and _is_sparse(group.segments[0], cache.current_layer):
+            attend = _attend_in_blocks if group.segments[0].in_blocks else _attend_selected
+            outs.append(attend(part, layer, group, cache, form))
         elif group.is_prompt:
             span = slice(start, start + last.count)
             outs.append(_attend_prompt(part, key[:, :, span], value[:, :, span], group, form))
-        elif form.can_skip_pages and _reads_pages(group.segments[0], cache.current_layer):
-            outs.append(_attend_selected(part, layer, group.segments[0], cache, form))
         else:
             outs.append(_attend_rows(part, *layer.view(group), group, form))
     # Models may view the result, as that of Transformers' own functions.
@@ -174,18 +177,19 @@ class _Form:
         return query.shape[2] > MAX_PACKED_QUERIES or (apart and is_single)
 
 
-def _reads_pages(segment: Segment, layer: int) -> bool:
+def _is_sparse(segment: Segment, layer: int) -> bool:
     return segment.sparse is not None and layer not in segment.sparse.policy.dense_layers
 
 
 def _attend_selected(
     query: torch.Tensor,  # [1, Hq, T, D]
     layer: DSparkLayer,
-    segment: Segment,
+    group: Group,
     cache: DSparkCache,
     form: _Form,
 ) -> torch.Tensor:  # [1, T, Hq, Dv]
     """Attend from one row's newest tokens to the pages its policy selects."""
+    segment = group.segments[0]
     out = attend_pages(
         query[0],
         layer.keys,
@@ -198,6 +202,42 @@ def _attend_selected(
         scale=form.scale,
     )
     return out[None]
+
+
+def _attend_in_blocks(
+    query: torch.Tensor,  # [1, Hq, T, D]
+    layer: DSparkLayer,
+    group: Group,
+    cache: DSparkCache,
+    form: _Form,
+) -> torch.Tensor:  # [1, T, Hq, Dv]
+    """Attend from a run of a prompt: its front densely, the rest in blocks that select pages."""
+    segment = group.segments[0]
+    row = cast("SparseRow", segment.sparse)
+    prefill = cast("SparsePrefill", row.policy.prefill)
+    leaders = layer.leaders.note(segment.slot, segment.past, query[0], prefill.block)
+    first = first_in_blocks(prefill, leaders, segment.past, segment.end)
+    count, outs = first - segment.past, []
+    if count:
+        front = group if first == segment.end else group.front(count)
+        attend = _attend_prompt if front.is_prompt else _attend_rows
+        outs.append(attend(query[:, :, :count], *layer.view(front), front, form))
+    if first < segment.end:
+        out = attend_blocks(
+            query[0, :, count:],
+            layer.keys,
+            layer.values,
+            layer.summaries,
+            leaders,
+            row,
+            slot=segment.slot,
+            past=segment.past,
+            first=first,
+            layer=cache.current_layer,
+            scale=form.scale,
+        )
+        outs.append(out[None])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def _attend_rows(

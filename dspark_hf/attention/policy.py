@@ -1,7 +1,7 @@
 """SparsePolicy: how much of a long context a decoding step reads. Not lossless, and off by default.
 
 A step reads, per layer, the sink pages, the newest pages and the pages that promise most attention,
-chosen jointly over heads and pages; prompts are read densely.
+chosen jointly over heads and pages. Prompts are read densely, or as `SparsePrefill` says.
 """
 
 from __future__ import annotations
@@ -93,6 +93,50 @@ class BoostedBudget:
         return base * self.boost if is_critical else base
 
 
+BLOCKS = (64, 128)
+"""Numbers of a prompt's queries that may share a choice of pages."""
+
+
+@dataclass(frozen=True)
+class SparsePrefill:
+    """What a block of a prompt's queries reads of a row's full-attention layers.
+
+    Attributes:
+        tokens: Tokens before the block read per key head on average over a layer's heads, in whole
+            pages, sink and recent pages among them. The block itself is read on top.
+        mass: Share of attention that must be captured by estimate, or more pages are read, up to
+            four times `tokens`; None reads `tokens` and no more.
+        block: Queries that share a choice of pages, 64 or 128.
+        min_context: Tokens of a prompt that are read densely before blocks begin. None for twice
+            `tokens`, where a block that selects is quicker than one that reads everything.
+    """
+
+    tokens: int = 2048
+    mass: float | None = None
+    block: int = 64
+    min_context: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be honoured, naming the parameter."""
+        if self.block not in BLOCKS:
+            raise ConfigError(f"block must be one of {list(BLOCKS)}; got {self.block}.")
+        if self.mass is not None and not 0 < self.mass <= 1:
+            raise ConfigError(f"mass must lie between 0 and 1, or be None; got {self.mass}.")
+        if self.min_context is not None and self.min_context < 0:
+            raise ConfigError(f"min_context must be at least 0 or None; got {self.min_context}.")
+
+    @property
+    def ceiling(self) -> int:
+        """Most tokens before a block that are read per key head."""
+        return self.tokens if self.mass is None else 4 * self.tokens
+
+    @property
+    def first_block(self) -> int:
+        """The first block, counted from the row's first token, that selects."""
+        start = 2 * self.tokens if self.min_context is None else self.min_context
+        return -(-start // self.block)
+
+
 @dataclass(frozen=True)
 class SparsePolicy:
     """What a decoding step reads of a row's full-attention layers.
@@ -109,6 +153,7 @@ class SparsePolicy:
         min_context: Shorter rows are read densely; None takes the measured length from which
             reading sparsely is quicker, and never less than the budget.
         dense_layers: Layers that are always read densely.
+        prefill: What prompts read; None for everything.
     """
 
     tokens: int = 2048
@@ -120,6 +165,7 @@ class SparsePolicy:
     budget: BudgetPolicy = field(default_factory=FlatBudget)
     min_context: int | None = None
     dense_layers: frozenset[int] = frozenset()
+    prefill: SparsePrefill | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""
@@ -133,6 +179,11 @@ class SparsePolicy:
             raise ConfigError(
                 f"tokens must cover the {self.sink_pages} sink and {self.recent_pages} recent "
                 f"pages, {least} tokens; got {self.tokens}. Raise it or keep fewer pages."
+            )
+        if self.prefill is not None and self.prefill.tokens < least:
+            raise ConfigError(
+                f"prefill.tokens must cover the sink and recent pages, {least} tokens; got "
+                f"{self.prefill.tokens}. Raise it or keep fewer pages."
             )
         if self.mass is not None and not 0 < self.mass <= 1:
             raise ConfigError(f"mass must lie between 0 and 1, or be None; got {self.mass}.")

@@ -7,13 +7,17 @@ scores over the heads of a group selects better at the same cost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
 
 class Predictor(Protocol):
-    """Scores pages. A frozen dataclass with this method is a predictor."""
+    """Scores pages. A frozen dataclass with this method is a predictor.
+
+    One that scores each query by itself may say so by `packs_tokens = True`: prompts then ask it
+    about several tokens at once, their queries packed as R = heads of a group x tokens.
+    """
 
     def scores(
         self,
@@ -40,6 +44,7 @@ class BoundPredictor:
         alpha: Share of the half spread that counts.
     """
 
+    packs_tokens: ClassVar[bool] = True
     alpha: float = 0.5
 
     def scores(
@@ -60,6 +65,8 @@ class BoundPredictor:
 class RecentPredictor:
     """Prefers the newest pages: with the sinks that are always kept, a window (StreamingLLM)."""
 
+    packs_tokens: ClassVar[bool] = True
+
     def scores(
         self,
         query: torch.Tensor,
@@ -71,6 +78,29 @@ class RecentPredictor:
         order = torch.arange(summary.shape[1], device=query.device, dtype=torch.float32)
         # Within one unit, so that no softmax of them underflows and leaves the order to chance.
         return (order / len(order)).expand(query.shape[0], query.shape[1], -1)
+
+
+def scores_of_tokens(
+    predictor: Predictor,
+    query: torch.Tensor,  # [Hkv, G, N, D]
+    summary: torch.Tensor,  # [Hkv, P, 2 D]
+    layer: int,
+    scale: float,
+) -> torch.Tensor:  # [Hkv, G, N, P]
+    """Ask a predictor about several tokens, at once where it says that it can.
+
+    Args:
+        predictor: Who is asked.
+        query: Queries of N tokens, by key head and head of its group.
+        summary: As the Predictor protocol says.
+        layer: Index of the layer.
+        scale: Factor on dot products.
+    """
+    if getattr(predictor, "packs_tokens", False):
+        scores = predictor.scores(query.flatten(1, 2), summary, layer, scale)
+        return scores.view(*query.shape[:3], -1)
+    tokens = [predictor.scores(part, summary, layer, scale) for part in query.unbind(dim=2)]
+    return torch.stack(tokens, dim=2)
 
 
 def page_weights(scores: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class SparseStats:
-    """What sparse attention read; counts over layers and steps.
+class PageCounts:
+    """Pages read by attention that selects.
 
     Attributes:
-        calls: Attention calls that read selected pages.
-        pages_read: Pages they read, over key heads.
+        calls: Times pages were selected.
+        pages_read: Pages read, over key heads.
         pages_held: Pages there were.
-        extensions: Times more pages were read than budgeted.
         squares: Sum of squared pages per call and key head, for the spread.
         means: Sum of pages per call and key head.
     """
@@ -33,7 +32,6 @@ class SparseStats:
     calls: int = 0
     pages_read: int = 0
     pages_held: int = 0
-    extensions: int = 0
     squares: float = 0.0
     means: float = 0.0
 
@@ -60,6 +58,24 @@ class SparseStats:
     def share(self) -> float:
         """Pages read of those there were."""
         return self.pages_read / max(self.pages_held, 1)
+
+
+@dataclass
+class SparseStats(PageCounts):
+    """What sparse attention read; counts over layers and decoding steps, and prompts apart.
+
+    Attributes:
+        extensions: Times a step read more pages than budgeted.
+        prefill: The same of prompts, where a call is a block of queries in a layer.
+    """
+
+    extensions: int = 0
+    prefill: PageCounts = field(default_factory=PageCounts)
+
+    @property
+    def prefill_calls(self) -> int:
+        """Blocks of prompts that read selected pages, over layers."""
+        return self.prefill.calls
 
 
 @dataclass
@@ -249,7 +265,7 @@ class _Reader:
         counts = torch.bincount(head, minlength=num_kv).tolist()
         held = self.keys.shape[2] // PAGE
         index = (self.slot * num_kv + head) * held + page
-        keys, values = _pages(self.keys, index), _pages(self.values, index)
+        keys, values = gather_pages(self.keys, index), gather_pages(self.values, index)
         out = self.packed.new_zeros(num_kv, rows, values.shape[-1], dtype=torch.float32)
         total = out.new_full((num_kv, rows), float("-inf"))
         begin = 0
@@ -280,7 +296,12 @@ class _Reader:
         return logits
 
 
-def _pages(cached: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Copy pages, as (tokens, D); whole pages at once, the quickest form of gathering on a CPU."""
+def gather_pages(cached: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copy pages of a layer's cache as (tokens, D): whole pages are quickest to gather on a CPU.
+
+    Args:
+        cached: Keys or values, contiguous, of shape (slots, Hkv, positions, D).
+        index: Pages, each counted over all slots and heads.
+    """
     dim = cached.shape[3]
     return cached.view(-1, PAGE * dim).index_select(0, index).view(-1, dim)

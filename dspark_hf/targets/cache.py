@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from dspark_hf.attention.leaders import LeaderQueries
 from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.targets.step import Group, Segment, Step, plan_step
 
@@ -39,6 +40,7 @@ class DSparkLayer(CacheLayerMixin):
         self.cache = cache
         self.window = window
         self.summaries = PageSummaries()
+        self.leaders = LeaderQueries()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the cache's slots and positions, like the first tokens' shapes."""
@@ -104,6 +106,7 @@ class DSparkLayer(CacheLayerMixin):
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
             self.summaries.move(source, target)
+            self.leaders.move(source, target)
 
     def get_seq_length(self) -> int:
         """Return the longest row's cached tokens."""
@@ -156,7 +159,7 @@ class DSparkCache(Cache):
 
         Args:
             counts: Row id and number of new tokens, one entry per row.
-            prompts: Rows whose tokens are part of a prompt, which is read densely.
+            prompts: Rows whose tokens are part of a prompt, which is read densely or in blocks.
 
         Returns:
             list[int]: Positions in `counts` in the order the tokens must be fed.
@@ -173,8 +176,9 @@ class DSparkCache(Cache):
         for i in order:
             row_id, count = counts[i]
             slot, past = self.slots[row_id], self.lengths[row_id]
-            sparse = None if row_id in prompts else self._sparse_row(row_id, count)
-            segments.append(Segment(slot, past, start, count, sparse))
+            is_prompt = row_id in prompts
+            sparse = self._prompt_row(row_id) if is_prompt else self._sparse_row(row_id, count)
+            segments.append(Segment(slot, past, start, count, sparse, in_blocks=is_prompt))
             start += count
         self.step = plan_step(segments, together=not self.gathers)
         return order
@@ -202,6 +206,7 @@ class DSparkCache(Cache):
         self.lengths[row_id] = min(self.lengths[row_id], length)
         for layer in self._own_layers():
             layer.summaries.rollback(self.slots[row_id], self.lengths[row_id])
+            layer.leaders.rollback(self.slots[row_id], self.lengths[row_id])
 
     def free(self, row_id: int) -> None:
         """Release a row's slot, moving the last slot's row into it."""
@@ -212,6 +217,7 @@ class DSparkCache(Cache):
         self.sparse.pop(row_id, None)
         for layer in self._own_layers():
             layer.summaries.forget(slot)
+            layer.leaders.forget(slot)
         last = len(self.slots)
         if slot != last:
             moved = next(row for row, place in self.slots.items() if place == last)
@@ -252,6 +258,11 @@ class DSparkCache(Cache):
             return None
         # The newest tokens must lie in pages that are always read.
         return row if count <= (row.policy.recent_pages - 1) * PAGE else None
+
+    def _prompt_row(self, row_id: int) -> SparseRow | None:
+        """Return how a row's prompt is read, be it too short as yet; None for densely."""
+        row = self.sparse.get(row_id)
+        return None if row is None or row.policy.prefill is None else row
 
     def _own_layers(self) -> list[DSparkLayer]:
         return cast("list[DSparkLayer]", self.layers)

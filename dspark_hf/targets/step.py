@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,8 @@ MAX_PACKED_QUERIES = 64
 class Segment:
     """A row's run of new tokens: `count` of them from `start` in the step, `past` cached before.
 
-    `sparse` says how the row's context is read, None for all of it.
+    `sparse` says how the row's context is read, None for all of it; `in_blocks` that the tokens
+    are a prompt's, which it reads in blocks of queries.
     """
 
     slot: int
@@ -34,6 +35,7 @@ class Segment:
     start: int
     count: int
     sparse: SparseRow | None = None
+    in_blocks: bool = False
 
     @property
     def end(self) -> int:
@@ -60,6 +62,7 @@ class Group:
     _gathers: dict[torch.device, tuple[torch.Tensor, torch.Tensor] | None] = field(
         default_factory=dict
     )
+    _fronts: dict[int, Group] = field(default_factory=dict)
 
     @property
     def is_prompt(self) -> bool:
@@ -73,6 +76,14 @@ class Group:
         self.num_queries = max(self.num_queries, segment.count)
         self.end = max(self.end, segment.end)
         self.area += segment.count * segment.end
+
+    def front(self, count: int) -> Group:
+        """Return the first tokens of a single run as a group, built once per step."""
+        if count not in self._fronts:
+            group = Group([])
+            group.add(replace(self.segments[0], count=count))
+            self._fronts[count] = group
+        return self._fronts[count]
 
     def key_range(self, window: int | None) -> tuple[int, int]:
         """Return the first and one-past-last cache position some query of the group sees."""

@@ -16,7 +16,7 @@ import torch
 
 import tiny
 from dspark_hf import DSparkConfig, DSparkForCausalLM
-from dspark_hf.attention.policy import SparsePolicy
+from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.attention.sparse import SparseReading, SparseRow, SparseStats
 from dspark_hf.drafting.self_sparse import SelfSparseDrafter
 from dspark_hf.errors import ConfigError
@@ -79,6 +79,32 @@ def test_a_prompt_in_chunks_gives_the_same_sparse_text(model: Any) -> None:
         whole = texts(model, PROMPTS[:1])
         for size in (8, 32):
             assert texts(model, PROMPTS[:1], prefill_chunk_size=size) == whole
+
+
+def test_prompts_in_blocks_with_all_pages_give_the_dense_text(plain: Any) -> None:
+    dense = texts(plain, PROMPTS)
+    policy = ALL.replace(prefill=SparsePrefill(tokens=4096, min_context=0))
+    for drafter in (None, "lookup"):
+        with wrapped(plain, drafter=drafter) as model:
+            with model.dspark.sparse_attention(policy) as stats:
+                assert texts(model, PROMPTS) == dense
+                assert texts(model, PROMPTS[:1], prefill_chunk_size=40) == dense[:1]
+            assert stats.prefill_calls > 0
+            assert stats.prefill.share == 1
+
+
+def test_prompts_in_blocks_give_each_padded_row_its_own_text_in_chunks_too(model: Any) -> None:
+    few = LEAST.replace(prefill=SparsePrefill(tokens=48, min_context=0))
+    with model.dspark.sparse_attention(LEAST):
+        read_densely = texts(model, PROMPTS)
+    with model.dspark.sparse_attention(few) as stats:
+        together = texts(model, PROMPTS)
+        # Blocks behind the first: one, two and one; in three layers.
+        assert stats.prefill_calls == 3 * 4
+        alone = [texts(model, [ids])[0] for ids in PROMPTS]
+        cut = [texts(model, [ids], prefill_chunk_size=33)[0] for ids in PROMPTS]
+    assert together == alone == cut
+    assert together != read_densely
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
