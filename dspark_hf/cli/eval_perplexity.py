@@ -36,6 +36,10 @@ def perplexity(
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 8192,
     scored: Annotated[int, typer.Option(min=1, help="Tokens scored at most.")] = 4096,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    prefill: Annotated[
+        bool,
+        typer.Option("--prefill", help="Measure prompts read in blocks instead of steps."),
+    ] = False,
     needle: Annotated[
         bool, typer.Option("--needle", help="Also ask for a code hidden at ten depths.")
     ] = False,
@@ -46,8 +50,8 @@ def perplexity(
 ) -> None:
     """Measure perplexity, dense beside sparse on the same tokens, step by step as in decoding.
 
-    Sparse attention is not lossless; the drift is what it costs. With `--policy none`, plain
-    perplexity over sliding windows.
+    Sparse attention is not lossless; the drift is what it costs. Steps and, with `--prefill`,
+    prompts have each their own. With `--policy none`, plain perplexity over sliding windows.
     """
     from dspark_hf.benchmarks.environment import command_line, conditions, machine
     from dspark_hf.cli import session
@@ -56,8 +60,12 @@ def perplexity(
     from dspark_hf.evaluation.plots import require_matplotlib
 
     policies = _policies(policy, tokens or [])
-    if (needle or plot is not None) and not policies:
-        raise ConfigError("--needle and --plot need a policy; got --policy none. Choose another.")
+    if (needle or prefill or plot is not None) and not policies:
+        raise ConfigError(
+            "--needle, --prefill and --plot need a policy; got --policy none. Choose another."
+        )
+    if prefill:
+        policies = {name: _with_prefill(chosen) for name, chosen in policies.items()}
     if plot is not None:
         require_matplotlib()
     wrapped, tokenizer = session.load(model, "none", dtype)
@@ -76,8 +84,9 @@ def perplexity(
         with counting(console, "policies", len(policies)) as tell:
             for name, chosen in policies.items():
                 reports[name] = perplexity_drift(
-                    wrapped, tokenizer, data, chosen, context=context, scored=scored
-                )
+                    wrapped, tokenizer, data, chosen,
+                    context=context, scored=scored, path="prefill" if prefill else "steps",
+                )  # fmt: skip
                 tell(1)
         _show_drift(reports)
         results["drift"] = [
@@ -121,6 +130,13 @@ def _policies(name: str, tokens: Sequence[int]) -> dict[str, SparsePolicy]:
     return {f"{name} {count}": replace(preset, tokens=count) for count in sorted(set(tokens))}
 
 
+def _with_prefill(policy: SparsePolicy) -> SparsePolicy:
+    """Return a policy that reads prompts by the same budget as steps."""
+    from dspark_hf.attention.policy import SparsePrefill
+
+    return policy.replace(prefill=SparsePrefill(tokens=policy.tokens))
+
+
 def _plain(model: Any, tokenizer: Any, data: Any, context: int, scored: int) -> dict[str, Any]:
     from dspark_hf.benchmarks.markers import Table
     from dspark_hf.evaluation.perplexity import perplexity as measure
@@ -138,7 +154,7 @@ def _show_drift(reports: Mapping[str, DriftReport]) -> None:
 
     header = [
         "policy", "dense", "sparse", "drift", "95 % interval", "KL", "top-1", "pages a head",
-        "share read", "calls", "speed of steps",
+        "share read", "calls", "speed",
     ]  # fmt: skip
     rows = []
     for name, report in reports.items():
@@ -159,11 +175,13 @@ def _show_drift(reports: Mapping[str, DriftReport]) -> None:
             ]
         )
     first = next(iter(reports.values()))
-    note = (
-        f"{first.scored} tokens scored in {first.windows} windows of {first.context}, prompt read "
-        f"densely, then steps of {first.step_tokens} token; speed against our dense steps."
-    )
-    show_table(Table("Drift of sparse attention", header, rows, note))
+    note = f"{first.scored} tokens scored in {first.windows} windows of {first.context}, "
+    if first.path == "prefill":
+        note += f"read as prompts, in blocks of {first.step_tokens} tokens; speed against our "
+        show_table(Table("Drift of sparse prompts", header, rows, note + "dense prompts."))
+        return
+    note += f"prompt read densely, then steps of {first.step_tokens} token; speed against our "
+    show_table(Table("Drift of sparse attention", header, rows, note + "dense steps."))
 
 
 def _show_needle(answers: Sequence[NeedleResult]) -> None:

@@ -1,8 +1,9 @@
-"""perplexity_drift: what sparse attention costs in quality, on the path that decoding takes.
+"""perplexity_drift: what sparse attention costs in quality, on the path that generate() takes.
 
-A prompt is read densely; then its continuation is fed step by step, once densely and once by the
-policy, over the same cached prompt. Scoring a whole text in one forward would show no drift at all,
-as selection acts on decoding steps only.
+Steps: a prompt is read densely; then its continuation is fed step by step, once densely and once by
+the policy, over the same cached prompt. Scoring a whole text in one forward would show no drift at
+all, as steps are what selects. Prompts that select are another path with a drift of its own: a
+window is read as a prompt, once densely and once in blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dspark_hf import compat
 from dspark_hf.attention.policy import SparsePolicy, resolve_policy
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
@@ -28,36 +28,41 @@ from dspark_hf.values import Feed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from dspark_hf.attention.sparse import PageCounts
+
 PREFILL_TOKENS = 2048
 """Prompt tokens fed at once."""
 BLOCK_TOKENS = 32
 """Neighbouring tokens drawn together by the bootstrap: their differences are alike."""
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
+PATHS = ("steps", "prefill")
+"""What may be measured: decoding steps behind a dense prompt, or a prompt read in blocks."""
 
 
 @dataclass(frozen=True)
 class DriftReport:
-    """Dense and sparse decoding of the same tokens.
+    """Dense and sparse reading of the same tokens.
 
     Attributes:
-        ppl_dense: Perplexity of dense decoding steps.
-        ppl_sparse: Of steps by the policy.
+        ppl_dense: Perplexity of dense decoding steps, or of dense prompts.
+        ppl_sparse: Of those by the policy.
         drift: ppl_sparse / ppl_dense - 1.
         drift_interval: 95 % bootstrap interval of the drift, over blocks of tokens, paired.
         kl: Mean Kullback-Leibler divergence of sparse from dense distributions, in nats.
-        top1: Share of steps with the same likeliest token.
+        top1: Share of tokens with the same likeliest next one.
         overlap: Mean probability mass shared: what a sampled draft would be accepted with.
-        mean_pages: Pages of 16 tokens read per layer, step and key head.
+        mean_pages: Pages of 16 tokens read per layer, step or block, and key head.
         spread_pages: Their standard deviation.
         share: Pages read of those there were.
         sparse_calls: Attention calls that read selected pages; never 0.
         scored: Tokens scored.
         windows: Windows.
         context: Tokens of a window.
-        step_tokens: Tokens per decoding step; above 1 they share a selection, as in verifying.
-        dense_s: Seconds of the dense steps.
-        sparse_s: Seconds of the sparse steps.
+        step_tokens: Tokens per decoding step, or block of a prompt; they share a selection.
+        dense_s: Seconds of the dense steps or prompts.
+        sparse_s: Seconds of the sparse ones.
+        path: "steps" or "prefill".
     """
 
     ppl_dense: float
@@ -77,6 +82,7 @@ class DriftReport:
     step_tokens: int
     dense_s: float
     sparse_s: float
+    path: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -94,6 +100,7 @@ def perplexity_drift(
     scored: int = 4096,
     scored_per_window: int = 512,
     step_tokens: int = 1,
+    path: str = "steps",
     seed: int = 0,
 ) -> DriftReport:
     """Measure how much a sparse policy raises perplexity.
@@ -102,20 +109,22 @@ def perplexity_drift(
         model: A causal LM that runs on the flat target, wrapped or not.
         tokenizer: Its tokenizer.
         data: See `corpus.read_documents`; None for Python's language reference.
-        policy: A `SparsePolicy`, "quality" or "fast". Its `min_context` is not applied: what is
-            asked for is the drift of sparse steps.
+        policy: A `SparsePolicy`, "quality" or "fast". Its `min_context` is not applied to steps:
+            what is asked for is the drift of sparse ones. That of its `prefill` is, to prompts.
         context: Tokens of a window, prompt and continuation.
         scored: Tokens scored in all, at most; windows are spread evenly over the text.
-        scored_per_window: Last tokens of a window, fed step by step; at most `scored`.
+        scored_per_window: Last tokens of a window, which are scored; at most `scored`.
         step_tokens: Tokens per step.
+        path: "steps" reads a window's prompt densely and feeds its last tokens step by step;
+            "prefill" reads the whole window as a prompt, sparsely by the policy's `prefill`.
         seed: Of the bootstrap.
 
     Returns:
         DriftReport: Perplexities, drift with its interval, and what was read.
 
     Raises:
-        ConfigError: If the text is shorter than a window, or no step was sparse: then nothing
-            would have been measured.
+        ConfigError: If the text is shorter than a window, if nothing was read sparsely, as then
+            nothing would have been measured, or for "prefill" without one in the policy.
         NotImplementedError: If the model does not run on the flat target.
     """
     chosen = resolve_policy(policy)
@@ -127,21 +136,34 @@ def perplexity_drift(
             f"scored_per_window must lie between 1 and context - 1 = {context - 1}; got "
             f"{scored_per_window}."
         )
+    if path not in PATHS:
+        raise ConfigError(f"path must be one of {list(PATHS)}; got {path!r}.")
+    prefill = chosen.prefill
+    if path == "prefill" and prefill is None:
+        raise ConfigError(
+            "path='prefill' needs a policy that reads prompts sparsely; got one with prefill None. "
+            "Set its prefill=SparsePrefill()."
+        )
     choose_target(model).require_sparse(model, "Measure it with perplexity().")
     windows = _windows(tokenizer, data, context, max(1, scored // scored_per_window))
     pairs, stats = _Pairs(), SparseStats()
     for ids in windows:
-        _score(model, ids, scored_per_window, step_tokens, chosen, stats, pairs)
-    if not stats.calls:
+        if path == "prefill":
+            _score_prompt(model, ids, scored_per_window, chosen, stats, pairs)
+        else:
+            _score_steps(model, ids, scored_per_window, step_tokens, chosen, stats, pairs)
+    counts = stats.prefill if path == "prefill" else stats
+    if not counts.calls:
         raise ConfigError(
-            f"the policy must act to be measured; with {context} tokens of context no step read "
-            "pages selectively. Raise context, or lower the policy's tokens."
+            f"the policy must act to be measured; with {context} tokens of context nothing was "
+            "read selectively. Raise context, or lower the policy's tokens."
         )
     return pairs.report(
-        stats,
+        counts,
         windows=len(windows),
         context=context,
-        step_tokens=step_tokens,
+        step_tokens=prefill.block if path == "prefill" and prefill else step_tokens,
+        path=path,
         seed=seed,
     )
 
@@ -183,7 +205,16 @@ class _Pairs:
         self.same += (dense.argmax(dim=-1) == sparse.argmax(dim=-1)).float().tolist()
         self.overlap += torch.minimum(p, q).sum(dim=-1).tolist()
 
-    def report(self, stats: SparseStats, *, seed: int, **facts: Any) -> DriftReport:
+    def add_all(
+        self, dense: torch.Tensor, sparse: torch.Tensor, ids: list[int], first: int
+    ) -> None:
+        """Compare logits (T, V) of both ways about the tokens behind position `first`."""
+        wanted = torch.tensor(ids[first + 1 :], device=dense.device).split(BLOCK_TOKENS)
+        blocks = zip(dense.split(BLOCK_TOKENS), sparse.split(BLOCK_TOKENS), wanted, strict=True)
+        for a, b, tokens in blocks:
+            self.add(torch.log_softmax(a, dim=-1), torch.log_softmax(b, dim=-1), tokens)
+
+    def report(self, stats: PageCounts, *, seed: int, **facts: Any) -> DriftReport:
         """Sum up."""
         dense, sparse = np.array(self.dense), np.array(self.sparse)
         return DriftReport(
@@ -215,7 +246,7 @@ def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _score(
+def _score_steps(
     model: PreTrainedModel,
     ids: list[int],
     num_scored: int,
@@ -234,14 +265,7 @@ def _score(
     target.rollback(0, first)
     target.read_sparsely(0, SparseRow(policy, stats, 0))
     sparse, pairs.seconds[1] = _steps(target, ids, first, step_tokens, pairs.seconds[1])
-    wanted = torch.tensor(ids[first + 1 :], device=compat.input_device(model))
-    for a, b, token in zip(
-        dense.split(BLOCK_TOKENS),
-        sparse.split(BLOCK_TOKENS),
-        wanted.split(BLOCK_TOKENS),
-        strict=True,
-    ):
-        pairs.add(torch.log_softmax(a.float(), -1), torch.log_softmax(b.float(), -1), token)
+    pairs.add_all(dense, sparse, ids, first)
 
 
 def _steps(
@@ -256,3 +280,23 @@ def _steps(
         seconds += perf_counter() - start
         parts.append(logits)
     return torch.cat(parts), seconds
+
+
+def _score_prompt(
+    model: PreTrainedModel,
+    ids: list[int],
+    num_scored: int,
+    policy: SparsePolicy,
+    stats: SparseStats,
+    pairs: _Pairs,
+) -> None:
+    """Read a window as a prompt, as generate() does, densely and then in blocks."""
+    target, logits = FlatTarget(model, len(ids)), []
+    for way, row in enumerate((None, SparseRow(policy, stats, 0))):
+        target.read_sparsely(0, row)
+        start = perf_counter()
+        logits += target.forward([Feed(0, ids[:-1], num_scored, is_prompt=True)])
+        pairs.seconds[way] += perf_counter() - start
+        target.rollback(0, 0)
+    dense, sparse = logits
+    pairs.add_all(dense, sparse, ids, len(ids) - num_scored - 1)

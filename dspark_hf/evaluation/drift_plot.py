@@ -1,4 +1,4 @@
-"""Plot of a sweep: drift with its interval, and speed of decoding steps, against tokens read."""
+"""Plot of a sweep: drift with its interval, and speed of steps or prompts, by tokens read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def draw_sweep(results: Mapping[str, Any], path: Path) -> None:
         left.set(title="Perplexity rise, 95 % interval", ylabel="per cent")
         right.plot(tokens, speed, color=COLOURS[1], marker="s")
         right.axhline(1, color="#888888", linewidth=1)
-        right.set(title="Speed of steps against our dense ones", ylabel="times")
+        what = "prompts" if reports[0].get("path") == "prefill" else "steps"
+        right.set(title=f"Speed of {what} against our dense ones", ylabel="times")
         for axis in (left, right):
             axis.set_xscale("log", base=2)
             axis.set_xticks(tokens, [str(count) for count in tokens])

@@ -67,6 +67,23 @@ def test_a_sweep_is_printed_stored_and_drawn(saved: tuple[Path, Any, Any], tmp_p
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_prompts_read_in_blocks_have_a_drift_of_their_own(
+    saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    out, plot = tmp_path / "out.json", tmp_path / "sweep.png"
+    printed = run(
+        saved[0], "--policy", "fast", "--tokens", 80, "--tokens", 90, "--prefill",
+        "--json", out, "--plot", plot, *SIZES,
+    )  # fmt: skip
+    reports = json.loads(out.read_text(encoding="utf-8"))["drift"]
+    for report in reports:
+        assert (report["path"], report["step_tokens"]) == ("prefill", 64)
+        assert report["sparse_calls"] > 0
+        assert 0 < report["share"] < 1
+    assert "Drift of sparse prompts" in printed
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
 def test_a_preset_may_be_checked_with_a_needle(
     saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
@@ -83,6 +100,7 @@ def test_a_preset_may_be_checked_with_a_needle(
     [
         (("--policy", "quick"), "fast"),
         (("--policy", "none", "--needle"), "needle"),
+        (("--policy", "none", "--prefill"), "prefill"),
         (("--policy", "none", "--tokens", 80), "--tokens"),
         (("--tokens", 16), "tokens must cover"),
     ],

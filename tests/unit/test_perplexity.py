@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import tiny
-from dspark_hf.attention.policy import SparsePolicy
+from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.attention.sparse import SparseReading, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import perplexity, perplexity_drift
@@ -284,10 +284,54 @@ def test_drift_agrees_with_a_slow_loop_of_single_steps(llama: Any) -> None:
     assert found.ppl_dense == pytest.approx(math.exp(dense), rel=1e-5)
 
 
+def in_blocks(tokens: int) -> SparsePolicy:
+    """Return a policy that reads all in steps, and a prompt in blocks."""
+    return SparsePolicy(tokens=4096, recent_pages=2).replace(
+        prefill=SparsePrefill(tokens=tokens, min_context=0)
+    )
+
+
+def test_the_drift_of_prompts_is_nothing_with_all_pages_and_that_of_a_mask_with_few(
+    llama: Any,
+) -> None:
+    ids = words(200, seed=8)
+    settings = {"context": 200, "scored": 90, "scored_per_window": 90, "path": "prefill"}
+    full = drift(llama, in_blocks(4096), ids, **settings)
+    assert abs(full.drift) < 1e-6
+    assert (full.share, full.top1, full.scored, full.path) == (1, 1, 90, "prefill")
+    # Three blocks behind the first, in three layers.
+    assert (full.sparse_calls, full.step_tokens) == (9, 64)
+    few = drift(llama, in_blocks(48), ids, **settings)
+    assert few.share < 0.8
+    q, k = torch.arange(199)[:, None], torch.arange(199)[None]
+    near = (k // 16 == 0) | (k >= q // 64 * 64 - 32)
+    for found, seen in ((few.ppl_dense, k <= q), (few.ppl_sparse, (k <= q) & near)):
+        with torch.no_grad():
+            logits = llama(torch.tensor([ids[:-1]]), attention_mask=seen[None, None]).logits[0]
+        logs = logits[-90:].double().log_softmax(-1)
+        loss = -float(logs[torch.arange(90), torch.tensor(ids[-90:])].mean())
+        assert found == pytest.approx(math.exp(loss), rel=1e-5)
+    low, high = few.drift_interval
+    assert low <= few.drift <= high
+    assert drift(llama, in_blocks(48), ids).kl < 1e-6
+
+
+def test_the_drift_of_prompts_shows_what_a_copying_model_loses_without_far_context() -> None:
+    period = 128
+    model, ids = induction(period), words(period, seed=5) * 3
+    settings = {"context": 380, "scored": 100, "scored_per_window": 100, "path": "prefill"}
+    few = drift(model, in_blocks(48).replace(sink_pages=0), ids, **settings)
+    assert few.ppl_dense < 2
+    assert few.drift_interval[0] > 1
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"policy": "quick"}, "quality"),
+        ({"path": "prompt"}, "steps"),
+        ({"path": "prefill"}, "SparsePrefill"),
+        ({"path": "prefill", "policy": LEAST.replace(prefill=SparsePrefill())}, "act"),
         ({"policy": None}, "policy"),
         ({"context": 1000}, "window"),
         ({"scored_per_window": 0}, "scored_per_window"),
