@@ -259,7 +259,8 @@ class DSparkHandle:
     def sparse_attention(self, policy: SparsePolicy | str) -> Iterator[SparseStats]:
         """Read long contexts by a policy in the calls inside. Quicker, and not lossless.
 
-        Prompts are read densely, as are contexts shorter than the policy's `min_context`.
+        Contexts shorter than the policy's `min_context` are read densely, and prompts unless the
+        policy has a `prefill`.
 
         Args:
             policy: A `SparsePolicy`, "quality" or "fast".
