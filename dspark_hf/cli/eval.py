@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.eval_budgets import budgets
 from dspark_hf.cli.eval_perplexity import perplexity
 from dspark_hf.cli.progress import counting, show_table
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure drafters and what they are worth.")
 eval_app.command()(perplexity)
+eval_app.command()(budgets)
 
 
 @eval_app.command()

@@ -40,6 +40,10 @@ def perplexity(
         bool,
         typer.Option("--prefill", help="Measure prompts read in blocks instead of steps."),
     ] = False,
+    budgets: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File that `eval budgets` wrote."),
+    ] = None,
     needle: Annotated[
         bool, typer.Option("--needle", help="Also ask for a code hidden at ten depths.")
     ] = False,
@@ -55,6 +59,7 @@ def perplexity(
     """
     from dspark_hf.benchmarks.environment import command_line, conditions, machine
     from dspark_hf.cli import session
+    from dspark_hf.evaluation.budgets import LayerBudgets
     from dspark_hf.evaluation.drift import perplexity_drift
     from dspark_hf.evaluation.needle import needle_check
     from dspark_hf.evaluation.plots import require_matplotlib
@@ -64,15 +69,24 @@ def perplexity(
         raise ConfigError(
             "--needle, --prefill and --plot need a policy; got --policy none. Choose another."
         )
+    if budgets is not None and (prefill or not policies):
+        raise ConfigError(
+            "--budgets must come with a policy and without --prefill: they share out what steps "
+            f"read; got --policy {policy}{' --prefill' if prefill else ''}. Leave it out."
+        )
     if prefill:
         policies = {name: _with_prefill(chosen) for name, chosen in policies.items()}
     if plot is not None:
         require_matplotlib()
     wrapped, tokenizer = session.load(model, "none", dtype)
+    if budgets is not None:
+        factors = LayerBudgets.load(budgets)
+        policies = {name: factors.policy(chosen, wrapped) for name, chosen in policies.items()}
     results: dict[str, Any] = {
         "model": Path(model).name,
         "dtype": dtype,
         "data": "pydoc_data.topics" if data is None else data.name,
+        "budgets": None if budgets is None else budgets.name,
         "machine": machine(),
         "conditions": conditions(command_line(sys.argv[1:])),
     }

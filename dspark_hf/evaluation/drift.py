@@ -145,7 +145,7 @@ def perplexity_drift(
             "Set its prefill=SparsePrefill()."
         )
     choose_target(model).require_sparse(model, "Measure it with perplexity().")
-    windows = _windows(tokenizer, data, context, max(1, scored // scored_per_window))
+    windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window))
     pairs, stats = _Pairs(), SparseStats()
     for ids in windows:
         if path == "prefill":
@@ -168,9 +168,20 @@ def perplexity_drift(
     )
 
 
-def _windows(
+def spread_windows(
     tokenizer: PreTrainedTokenizerBase, data: Any, context: int, count: int
 ) -> list[list[int]]:
+    """Return windows of a text, spread evenly over it.
+
+    Args:
+        tokenizer: Encodes it.
+        data: See `corpus.read_documents`.
+        context: Tokens of a window.
+        count: How many, at most: no more than lie side by side.
+
+    Raises:
+        ConfigError: If the text is shorter than a window.
+    """
     ids: list[int] = []
     for document in read_documents(data):
         ids.extend(encode(tokenizer, document))

@@ -17,6 +17,7 @@ from dspark_hf.attention.policy import SparsePolicy
 from dspark_hf.attention.sparse import SparseStats
 from dspark_hf.cli.app import app
 from dspark_hf.errors import ConfigError
+from dspark_hf.evaluation import LayerBudgets
 from dspark_hf.evaluation.needle import DEPTHS, NEEDLE, hide, needle_check
 from evaluation_files import save_target
 from harness import wrapped
@@ -32,7 +33,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 def run(*arguments: object, fails: bool = False) -> str:
-    words = ["eval", "perplexity", *map(str, arguments)]
+    """Run a command of `eval`: perplexity, unless the first argument is another's name."""
+    words = list(map(str, arguments))
+    words = ["eval", *([] if words[0] == "budgets" else ["perplexity"]), *words]
     result = CliRunner().invoke(app, words)
     assert (result.exit_code != 0) == fails, result.output
     return " ".join(result.output.split())
@@ -84,6 +87,28 @@ def test_prompts_read_in_blocks_have_a_drift_of_their_own(
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_budgets_by_layer_are_measured_stored_and_put_to_use(
+    saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    file, out = tmp_path / "budgets.json", tmp_path / "out.json"
+    sizes = ("--context", 400, "--dtype", "float32", "--tokens", 144)
+    printed = run("budgets", saved[0], "--policy", "fast", "--out", file, "--queries", 6, *sizes)
+    found = LayerBudgets.load(file)
+    assert len(found.factors) == 3
+    assert len(set(found.factors)) > 1
+    assert all(f"{factor:.3f}" in printed for factor in found.factors)
+    assert f"{found.missed:.2%}" in printed
+    drifts = []
+    for options in ((), ("--budgets", file)):
+        run(saved[0], "--policy", "fast", "--scored", 20, "--json", out, *sizes, *options)
+        held = json.loads(out.read_text(encoding="utf-8"))
+        assert held["budgets"] == ("budgets.json" if options else None)
+        drifts.append(held["drift"][0])
+    assert drifts[0]["mean_pages"] == drifts[1]["mean_pages"] == 9
+    assert drifts[0]["spread_pages"] == 0 < drifts[1]["spread_pages"]
+    assert drifts[0]["ppl_sparse"] != drifts[1]["ppl_sparse"]
+
+
 def test_a_preset_may_be_checked_with_a_needle(
     saved: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
@@ -102,6 +127,9 @@ def test_a_preset_may_be_checked_with_a_needle(
         (("--policy", "none", "--needle"), "needle"),
         (("--policy", "none", "--prefill"), "prefill"),
         (("--policy", "none", "--tokens", 80), "--tokens"),
+        (("--policy", "none", "--budgets", __file__), "--budgets"),
+        (("--policy", "fast", "--budgets", __file__, "--prefill"), "--budgets"),
+        (("--policy", "fast", "--budgets", __file__), "LayerBudgets.save"),
         (("--tokens", 16), "tokens must cover"),
     ],
     ids=str,
