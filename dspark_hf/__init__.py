@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.metrics import SpeculationRecord
     from dspark_hf.model import DSparkForCausalLM
+    from dspark_hf.queue_settings import QueueConfig
+    from dspark_hf.serving.queue import GenerationQueue
     from dspark_hf.values import DraftRequest, Proposal
 
 __version__ = "0.1.0"
@@ -18,7 +20,9 @@ __all__ = [
     "DSparkForCausalLM",
     "DraftRequest",
     "Drafter",
+    "GenerationQueue",
     "Proposal",
+    "QueueConfig",
     "SpeculationRecord",
 ]
 
@@ -27,7 +31,9 @@ _HOMES = {
     "DSparkForCausalLM": "model",
     "DraftRequest": "values",
     "Drafter": "drafting.base",
+    "GenerationQueue": "serving.queue",
     "Proposal": "values",
+    "QueueConfig": "queue_settings",
     "SpeculationRecord": "metrics",
 }
 

@@ -11,6 +11,7 @@ import yaml
 
 from dspark_hf.attention.policy import SparsePolicy, resolve_policy
 from dspark_hf.errors import ConfigError
+from dspark_hf.queue_settings import SECTIONS, QueueConfig
 
 ACCEPTANCE = ("rejection", "coupled")
 SCHEDULES = ("auto", "fixed", "threshold", "prefix", "budget")
@@ -49,6 +50,7 @@ class DSparkConfig:
             draft lengths are the same (`schedule="fixed"`), as others follow measured times.
         sparse: How much of a long context decoding reads: None for all of it, "quality", "fast",
             or a `SparsePolicy`. Not lossless: see `model.dspark.sparse_attention`.
+        queue: Settings of a `GenerationQueue` over the model; None for its defaults.
     """
 
     acceptance: str = "rejection"
@@ -60,6 +62,7 @@ class DSparkConfig:
     recheck_margin: float = 0.1
     seed: int | None = None
     sparse: SparsePolicy | str | None = None
+    queue: QueueConfig | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be honoured, naming the parameter."""
@@ -90,13 +93,18 @@ class DSparkConfig:
         if self.seed is not None and not is_integer:
             raise ConfigError(f"seed must be an integer or None; got {self.seed!r}.")
         resolve_policy(self.sparse)
+        if self.queue is not None and not isinstance(self.queue, QueueConfig):
+            raise ConfigError(f"queue must be a QueueConfig or None; got {self.queue!r}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DSparkConfig:
         """Build a configuration from a mapping; an unknown key is an error.
 
+        Beside the fields, the published sections are understood: `verification` (batch_size,
+        confidence_threshold, max_candidates), and `scheduling` and `batching` of the queue.
+
         Args:
-            values: Field names and values.
+            values: Field names or sections, and their values; `queue` may be a mapping.
 
         Returns:
             DSparkConfig: The checked configuration.
@@ -104,6 +112,7 @@ class DSparkConfig:
         Raises:
             ConfigError: If a key is unknown or a value is not allowed.
         """
+        values = _unfolded(values)
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
@@ -135,6 +144,51 @@ class DSparkConfig:
                 f"{type(values).__name__}."
             )
         return cls.from_dict(values)
+
+
+VERIFICATION = {
+    "confidence_threshold": "confidence_threshold",
+    "max_candidates": "max_draft_tokens",
+}
+"""Keys of the published section `verification` and our fields; its batch_size is the queue's."""
+
+
+def _unfolded(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping of our fields, with what published sections say in their places."""
+    found = {k: v for k, v in values.items() if k not in ("verification", "queue", *SECTIONS)}
+    queue = values.get("queue")
+    if isinstance(queue, QueueConfig):
+        found["queue"] = queue
+        queue = None
+    queued = dict(queue or {})
+    for name in SECTIONS:
+        if name in values:
+            _give(queued, name, values[name], "queue")
+    section = values.get("verification", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"verification must be a mapping; got {section!r}.")
+    for key, value in section.items():
+        if key == "batch_size":
+            _give(queued, "max_rows", value, "verification")
+        elif key in VERIFICATION:
+            _give(found, VERIFICATION[key], value, "verification")
+        else:
+            allowed = ["batch_size", *VERIFICATION]
+            raise ConfigError(
+                f"verification may hold {allowed}; got {key!r}. Correct or remove it."
+            )
+    if "confidence_threshold" in section:
+        # The section means the schedule that has a threshold.
+        found.setdefault("schedule", "threshold")
+    if queued:
+        _give(found, "queue", QueueConfig.from_dict(queued), "queue")
+    return found
+
+
+def _give(values: dict[str, Any], name: str, value: Any, where: str) -> None:
+    if name in values:
+        raise ConfigError(f"{name} must be given once; got it again in {where!r}.")
+    values[name] = value
 
 
 def _is_number(value: object) -> bool:

@@ -59,6 +59,8 @@ class Decoder:
         recheck: Decides near-ties of greedy rows by a one-token forward; None never looks again.
         prefill_tokens: Most prompt tokens fed at once; None for all.
         trace: Told of every row's every round; None records nothing.
+        on_failure: Told of a row whose own processors, criteria or streamer raise; the row is then
+            finished and the others go on. None lets the error end the round.
     """
 
     target: Target
@@ -68,35 +70,24 @@ class Decoder:
     recheck: Recheck | None = None
     prefill_tokens: int | None = None
     trace: Callable[[RoundTrace], None] | None = None
+    on_failure: Callable[[Row, Exception], None] | None = None
 
     def start(self, rows: Sequence[Row]) -> None:
         """Feed the rows' prompts and commit each row's first token."""
         waiting = list(rows)
         while waiting:
-            feeds = []
-            for row in waiting:
-                cached = self.target.length(row.row_id)
-                end = len(row.ids)
-                if self.prefill_tokens is not None:
-                    end = min(end, cached + self.prefill_tokens)
-                feeds.append(Feed(row.row_id, row.ids[cached:end], 1, is_prompt=True))
-            begin = perf_counter()
-            logits = self._verify(feeds)
-            seconds = perf_counter() - begin
-            still = []
-            for row, row_logits in zip(waiting, logits, strict=True):
-                row.record.verify_s += seconds / len(waiting)
-                if self.target.length(row.row_id) < len(row.ids):
-                    still.append(row)
-                else:
-                    self._accept(row, Proposal(), row_logits.to(row.device))
-            waiting = still
+            self.round([], [(row, self.prefill_tokens) for row in waiting])
+            waiting = [row for row in waiting if not row.num_new_tokens]
 
-    def round(self, rows: Sequence[Row]) -> None:
-        """Advance every row by at least one token.
+    def round(self, rows: Sequence[Row], starting: Sequence[tuple[Row, int | None]] = ()) -> None:
+        """Advance every row by at least one token; feed starting rows a part of their prompts.
+
+        A starting row whose prompt ends in its part commits its first token.
 
         Args:
             rows: Started rows that are not finished.
+            starting: Rows without a token yet, and how much of its prompt each is fed at most;
+                None for all.
         """
         begin = perf_counter()
         states = [RowState(row.row_id, len(row.ids) - 1, row.room()) for row in rows]
@@ -106,33 +97,70 @@ class Decoder:
             Draft(len(p.ids), p.signal, p.confidence, row.is_resampled and p.probs is not None)
             for row, p in zip(rows, proposals, strict=True)
         ]
-        lengths = self.schedule.cut(states, drafts)
+        lengths = self.schedule.cut(states, drafts) if rows else []
         feeds = [
             Feed(row.row_id, [row.ids[-1], *proposal.ids[:length]], length + 1)
             for row, proposal, length in zip(rows, proposals, lengths, strict=True)
         ]
+        feeds += [self._part(row, most) for row, most in starting]
         start = perf_counter()
         logits = self._verify(feeds)
         verified = perf_counter()
         outcomes = []
-        for row, proposal, length, row_logits in zip(rows, proposals, lengths, logits, strict=True):
-            kept = dataclasses.replace(
-                proposal, ids=proposal.ids[:length], confidence=proposal.confidence[:length]
-            )
-            accepted, cut = self._accept(row, kept, row_logits.to(row.device))
-            row.record.count_round(len(proposal.ids), length, accepted, cut=cut)
-            self._note(row, proposal, length, cut=cut)
-            self.target.rollback(row.row_id, len(row.ids) - 1)
-            outcomes.append(
-                RowOutcome(row.row_id, kept.signal, length, accepted, kept.confidence, is_cut=cut)
-            )
+        verdicts = zip(rows, proposals, lengths, logits[: len(rows)], strict=True)
+        for row, proposal, length, row_logits in verdicts:
+            outcome = self._settle(row, proposal, length, row_logits)
+            if outcome is not None:
+                outcomes.append(outcome)
+        for (row, _), row_logits in zip(starting, logits[len(rows) :], strict=True):
+            if self.target.length(row.row_id) == len(row.ids):
+                self._guarded(row, Proposal(), row_logits)
         num_tokens, context = sum(len(f.ids) for f in feeds), sum(s.context for s in states)
-        self.schedule.observe(outcomes, num_tokens, context, verified - start)
+        if rows:
+            self.schedule.observe(outcomes, num_tokens, context, verified - start)
         other = perf_counter() - verified + start - drafted
+        num_rows = len(rows) + len(starting)
         for row in rows:
             row.record.draft_s += (drafted - begin) / len(rows)
-            row.record.verify_s += (verified - start) / len(rows)
-            row.record.other_s += other / len(rows)
+        for row in [*rows, *(row for row, _ in starting)]:
+            row.record.verify_s += (verified - start) / num_rows
+            row.record.other_s += other / num_rows if row.record.rounds else 0.0
+
+    def _part(self, row: Row, most: int | None) -> Feed:
+        """Return the next tokens of a row's prompt."""
+        cached, end = self.target.length(row.row_id), len(row.ids)
+        if most is not None:
+            end = min(end, cached + most)
+        return Feed(row.row_id, row.ids[cached:end], 1, is_prompt=True)
+
+    def _settle(
+        self, row: Row, proposal: Proposal, length: int, logits: torch.Tensor
+    ) -> RowOutcome | None:
+        """Commit what a row's verified draft comes to; None if the row failed."""
+        kept = dataclasses.replace(
+            proposal, ids=proposal.ids[:length], confidence=proposal.confidence[:length]
+        )
+        settled = self._guarded(row, kept, logits)
+        if settled is None:
+            return None
+        accepted, cut = settled
+        row.record.count_round(len(proposal.ids), length, accepted, cut=cut)
+        self._note(row, proposal, length, cut=cut)
+        self.target.rollback(row.row_id, len(row.ids) - 1)
+        return RowOutcome(row.row_id, kept.signal, length, accepted, kept.confidence, is_cut=cut)
+
+    def _guarded(
+        self, row: Row, proposal: Proposal, logits: torch.Tensor
+    ) -> tuple[int, bool] | None:
+        """Accept as `_accept` does; a row that fails is finished alone where somebody is told."""
+        if self.on_failure is None:
+            return self._accept(row, proposal, logits.to(row.device))
+        try:
+            return self._accept(row, proposal, logits.to(row.device))
+        except Exception as error:  # noqa: BLE001 - whatever a caller's own code raises
+            row.finished = True
+            self.on_failure(row, error)
+            return None
 
     def finish(self, row: Row) -> None:
         """Release what is held for a row, finished or not."""
@@ -143,7 +171,7 @@ class Decoder:
 
     def _propose(self, rows: Sequence[Row], states: Sequence[RowState]) -> list[Proposal]:
         proposals = [Proposal() for _ in rows]
-        if self.drafter is None:
+        if self.drafter is None or not rows:
             return proposals
         asked = self.schedule.ask(states)
         places = [i for i, length in enumerate(asked) if length > 0]

@@ -37,3 +37,23 @@ class ExpandsCacheError(UnsupportedByFlatError):
 
     Caught by the target selection, which then lets the cache return every cached token.
     """
+
+
+class QueueError(DSparkError, RuntimeError):
+    """Base of what a batching queue raises for a request."""
+
+
+class QueueFullError(QueueError):
+    """Too many requests wait already; submit again later, or let submit() block."""
+
+
+class QueueClosedError(QueueError):
+    """The queue was closed, or ended by a fatal error; nothing more runs in it."""
+
+
+class RequestCancelledError(QueueError):
+    """The request was cancelled; `handle.pieces` holds what it had said until then."""
+
+
+class DeadlineError(QueueError):
+    """The request's deadline passed before it was done; `handle.pieces` holds what there is."""

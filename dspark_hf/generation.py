@@ -144,7 +144,7 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
             if not wants_cache:
                 held_rows = _release_finished(held_rows, decoder)
             decoder.round(active)
-        cache = _export(model, call, rows, decoder) if wants_cache else None
+        cache = export_rows(model, call, rows, decoder) if wants_cache else None
     except BaseException:
         if is_adopted:
             _put_right(rows[0], call, decoder)
@@ -157,7 +157,7 @@ def decode(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Dec
             row.record.path = decoder.target.path
     if call.streamer is not None:
         call.streamer.end()
-    return _output(call, rows, cache)
+    return output_of(call, rows, cache)
 
 
 def _release_finished(rows: Sequence[Row], decoder: Decoder) -> list[Row]:
@@ -202,8 +202,18 @@ def _streaming(streamer: Any) -> Any:
     return lambda token: streamer.put(torch.tensor([token]))
 
 
-def _export(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Decoder) -> Any:
-    """Leave the cache as plain decoding does: every token but the newest."""
+def export_rows(model: PreTrainedModel, call: Call, rows: Sequence[Row], decoder: Decoder) -> Any:
+    """Return the rows' cache as plain decoding leaves it: every token but the newest.
+
+    Args:
+        model: The target.
+        call: The call; its own cache is filled if there is one.
+        rows: Its rows, still held by the decoder's target.
+        decoder: What decoded them.
+
+    Returns:
+        Any: A cache, or None where the target cannot give one; the log says why.
+    """
     cache = call.cache if call.cache is not None else compat.new_cache(model)
     places = [CachedRow(row.row_id, len(row.ids) - 1, row.pad) for row in rows]
     width = max(place.offset + place.length for place in places)
@@ -226,7 +236,14 @@ def _put_right(row: Row, call: Call, decoder: Decoder) -> None:
         logger.exception("The cache handed to this call could not be put right; start a new one.")
 
 
-def _output(call: Call, rows: Sequence[Row], cache: Cache | None) -> Any:
+def output_of(call: Call, rows: Sequence[Row], cache: Cache | None) -> Any:
+    """Return what generate() returns for finished rows.
+
+    Args:
+        call: The call.
+        rows: Its rows.
+        cache: From `export_rows`, for a dict output.
+    """
     device, generation = call.input_ids.device, call.generation_config
     num_steps = max(row.num_new_tokens for row in rows)
     pad = generation._pad_token_tensor  # noqa: SLF001 - where generate() keeps the prepared value

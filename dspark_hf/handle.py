@@ -29,7 +29,7 @@ from dspark_hf.verification.schedules.build import build_schedule
 from dspark_hf.verification.schedules.fixed import FixedSchedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from transformers import PreTrainedModel
 
@@ -136,7 +136,7 @@ class DSparkHandle:
         recheck = config.exactness == "recheck" and is_half
         target = self.target_choice().build(self.model, size, like_plain=recheck)
         self._note_block_size(drafter, config)
-        reading = self._reading(config)
+        reading = self.sparse_reading(config)
         if reading is not None:
             target.read_all_sparsely(reading)
         if isinstance(drafter, SelfSparseDrafter):
@@ -150,7 +150,7 @@ class DSparkHandle:
             vocab_size=int(compat.text_config(self.model).vocab_size),
             recheck=Recheck(self.model.dtype, config.recheck_margin) if recheck else None,
             prefill_tokens=prefill_tokens,
-            trace=self._record if self._traces else None,
+            trace=self.tracer,
         )
 
     def _note_block_size(self, drafter: Drafter | None, config: DSparkConfig) -> None:
@@ -211,6 +211,11 @@ class DSparkHandle:
         finally:
             with self.lock:
                 self._traces = [trace for trace in self._traces if trace is not rounds]
+
+    @property
+    def tracer(self) -> Callable[[RoundTrace], None] | None:
+        """Who is told of rounds; None if nobody asks."""
+        return self._record if self._traces else None
 
     def _record(self, trace: RoundTrace) -> None:
         for rounds in self._traces:
@@ -288,8 +293,15 @@ class DSparkHandle:
             with self.lock:
                 self._sparse = before
 
-    def _reading(self, config: DSparkConfig) -> SparseReading | None:
-        """Return how a call reads long contexts: by the surrounding context, else by its config."""
+    def sparse_reading(self, config: DSparkConfig) -> SparseReading | None:
+        """Return how a call reads long contexts: by the surrounding context, else by its config.
+
+        Args:
+            config: Settings of the call.
+
+        Raises:
+            NotImplementedError: If it should and the model's attention cannot be changed.
+        """
         if self._sparse is not None or config.sparse is None:
             return self._sparse
         return self._new_reading(resolve_policy(config.sparse), self.sparse_stats)
@@ -298,6 +310,7 @@ class DSparkHandle:
         if policy is None:
             return None
         self.target_choice().require_sparse(self.model, "Decode it densely.")
+        policy.require_fit(self.model)
         if policy.min_context is not None:
             return SparseReading(policy, stats, policy.min_context)
         key = (policy, self.model.dtype, compat.input_device(self.model), torch.get_num_threads())

@@ -186,6 +186,13 @@ class RowCriteria:
         """Whether some criterion is asked with tensors, scores included."""
         return bool(self._others)
 
+    def restart(self) -> None:
+        """Let time limits run from now on: a row that waited for its turn has not decoded yet."""
+        self._others = [
+            sc.MaxTimeCriteria(c.max_time) if type(c) is sc.MaxTimeCriteria else c
+            for c in self._others
+        ]
+
     def is_met(self, ids: Sequence[int], prefix: torch.Tensor, scores: Any) -> bool:
         """Tell whether the row stops after its newest token.
 

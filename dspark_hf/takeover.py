@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +17,50 @@ from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.processing import RowProcessors, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.handle import DSparkHandle
+
+_capturing: ContextVar[bool] = ContextVar("dspark_capturing", default=False)
+
+
+class PreparedCall(BaseException):
+    """A call that generate() has prepared and not begun, for `capturing`.
+
+    Attributes:
+        handle: The wrapped model's state.
+        config: Settings of the call.
+        call: As generate() prepared it; None if it must run alone.
+        drafter: Who drafts.
+        run_alone: Runs it in the model's own loop and returns what generate() returns; None if it
+            can be decoded here, among other rows.
+    """
+
+    def __init__(
+        self,
+        handle: DSparkHandle,
+        *,
+        config: DSparkConfig | None = None,
+        call: generation.Call | None = None,
+        drafter: Drafter | None = None,
+        run_alone: Callable[[], Any] | None = None,
+    ) -> None:
+        """Hold a call; see the attributes."""
+        super().__init__()
+        self.handle, self.config, self.call = handle, config, call
+        self.drafter, self.run_alone = drafter, run_alone
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Make generate() raise `PreparedCall` where it would begin to decode, in this context."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
 
 
 def decode_call(
@@ -48,6 +90,8 @@ def decode_call(
         return own()
     check_room(handle.model, call.input_ids, call.model_kwargs, call.generation_config)
     reason = _refusal(handle, config, call)
+    if reason is None and _capturing.get():
+        raise PreparedCall(handle, config=config, call=call, drafter=drafter)
     if reason is not None:
         return run_own_loop(handle, reason, call.generation_config, call.input_ids, own)
     with handle.lock:
@@ -89,6 +133,9 @@ def run_own_loop(
     Returns:
         Any: What it returns; a dict output gets one record per row as `speculation`.
     """
+    if _capturing.get():
+        again = functools.partial(run_own_loop, handle, reason, generation_config, input_ids, own)
+        raise PreparedCall(handle, run_alone=again)
     handle.metrics.count_fallback(reason)
     handle.warn_once(f"This call runs in the model's own loop: {reason}.")
     output = own()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from transformers.cache_utils import Cache
 
-    from dspark_hf.attention.sparse import SparseReading
+    from dspark_hf.attention.sparse import SparseReading, SparseRow
     from dspark_hf.values import Feed
 
     TakeFeatures = Callable[[int, int, torch.Tensor], None]
@@ -70,6 +70,13 @@ class Target(Protocol):
 
     def read_all_sparsely(self, reading: SparseReading) -> None:
         """Read the rows' long contexts by a policy.
+
+        Raises:
+            NotImplementedError: If the target cannot.
+        """
+
+    def read_sparsely(self, row_id: int, sparse: SparseRow | None) -> None:
+        """Read one row's context by a policy from now on; None reads all of it.
 
         Raises:
             NotImplementedError: If the target cannot.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from dspark_hf.attention.sparse import SparseReading
+    from dspark_hf.attention.sparse import SparseReading, SparseRow
     from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
     from dspark_hf.values import Feed
 
@@ -68,6 +68,11 @@ class RowwiseTarget:
     def read_all_sparsely(self, reading: SparseReading) -> None:
         """Refuse: a model's own attention reads everything."""
         raise NotImplementedError("the rowwise target runs a model's own attention, densely.")
+
+    def read_sparsely(self, row_id: int, sparse: SparseRow | None) -> None:  # noqa: ARG002 - the protocol's
+        """Refuse, as `read_all_sparsely` does, anything but dense reading."""
+        if sparse is not None:
+            raise NotImplementedError("the rowwise target runs a model's own attention, densely.")
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""

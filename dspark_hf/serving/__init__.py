@@ -1,0 +1,7 @@
+"""The batching queue: many callers share one model, each gets what it would have got alone."""
+
+from dspark_hf.queue_settings import QueueConfig
+from dspark_hf.serving.handle import RequestHandle, RequestResult
+from dspark_hf.serving.queue import GenerationQueue
+
+__all__ = ["GenerationQueue", "QueueConfig", "RequestHandle", "RequestResult"]

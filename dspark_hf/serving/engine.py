@@ -1,0 +1,317 @@
+"""Engine: the thread that decodes a queue's requests, step by step.
+
+A step is one target forward: a round of every running row, and a part of the prompts of rows that
+start. Between steps requests are admitted, parked, cancelled and handed back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_hf.errors import CapacityError, DeadlineError, QueueClosedError, RequestCancelledError
+from dspark_hf.generation import export_rows, output_of
+from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, RUNNING, RequestResult
+from dspark_hf.serving.places import Places
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dspark_hf.queue_settings import QueueConfig
+    from dspark_hf.rows import Row
+    from dspark_hf.serving.handle import RequestHandle
+    from dspark_hf.serving.request import Request
+
+logger = logging.getLogger(__name__)
+
+LONE_PREFILL_TOKENS = 2048
+"""Most prompt tokens of a step in which nothing decodes: a request that comes meanwhile waits."""
+
+
+class Engine:
+    """Decodes requests in a thread of its own."""
+
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase | None, settings: QueueConfig
+    ) -> None:
+        """Prepare; `start` begins.
+
+        Args:
+            model: Wrapped.
+            tokenizer: Of the model; None where only ids are submitted.
+            settings: Of the queue.
+        """
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.places = Places(model, settings, self._note_failure)
+        self.changed = threading.Condition()
+        self.steps = 0
+        self.is_closing = False
+        self.fatal: BaseException | None = None
+        self._cancelled: set[RequestHandle] = set()
+        self._thread = threading.Thread(target=self._run, name="dspark-queue", daemon=True)
+
+    # Called from any thread.
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._thread.start()
+
+    def put(self, request: Request, *, blocks: bool) -> bool:
+        """Add a request.
+
+        Args:
+            request: Prepared.
+            blocks: Whether to wait while too many wait.
+
+        Returns:
+            bool: False if too many wait.
+
+        Raises:
+            QueueClosedError: If the queue has ended.
+        """
+        with self.changed:
+            self.require_open()
+            while len(self.places.waiting) >= self.settings.max_pending:
+                if not blocks:
+                    return False
+                self.changed.wait()
+                self.require_open()
+            self.places.waiting.append(request)
+            self.changed.notify_all()
+        return True
+
+    def require_open(self) -> None:
+        """Refuse work once the queue has ended.
+
+        Raises:
+            QueueClosedError: Naming what ended it.
+        """
+        if self.fatal is not None:
+            raise QueueClosedError(
+                f"the queue ended: {type(self.fatal).__name__}: {self.fatal}. Make a new one."
+            ) from self.fatal
+        if self.is_closing:
+            raise QueueClosedError("the queue is closed. Make a new one.")
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request at once; what it holds is freed after the step that is running."""
+        with self.changed:
+            handle.end(CANCELLED, error=RequestCancelledError("the request was cancelled."))
+            self._cancelled.add(handle)
+            self.changed.notify_all()
+
+    def close(self, *, drains: bool, timeout: float | None) -> bool:
+        """Take no more requests, and end; tell whether the thread has ended.
+
+        Args:
+            drains: Whether what was submitted is still decoded; otherwise it is cancelled.
+            timeout: Most seconds to wait for the thread.
+        """
+        with self.changed:
+            self.is_closing = True
+            if not drains:
+                for request in [*self.places.waiting, *self.places.running]:
+                    error = RequestCancelledError("the queue was closed.")
+                    request.handle.end(CANCELLED, error=error)
+                    self._cancelled.add(request.handle)
+            self.changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._wait():
+                    self._step()
+        except BaseException as error:  # noqa: BLE001 - everyone who waits must hear of it
+            self._die(error)
+        finally:
+            self.places.rest()
+
+    def _wait(self) -> bool:
+        """Wait for work; tell whether there is any, or the queue has ended."""
+        places = self.places
+        with self.changed:
+            while not places.running:
+                if places.waiting:
+                    oldest = min(r.handle.stats.submitted for r in places.waiting)
+                    waited = time.monotonic() - oldest
+                    delay = places.size.patience_s(len(places.waiting), waited)
+                    if not delay or self.is_closing:
+                        return True
+                    self.changed.wait(delay)
+                elif self.is_closing:
+                    return False
+                else:
+                    places.rest()
+                    self.changed.wait()
+        return True
+
+    def _step(self) -> None:
+        with self.changed:
+            self._drop()
+            alone = self.places.admit()
+            # There may be room for who waits to submit.
+            self.changed.notify_all()
+        if alone is not None:
+            self._run_alone(alone)
+        if self.places.running:
+            self._round()
+            self._hand_back()
+
+    def _drop(self) -> None:
+        """Let go of requests that were cancelled or whose deadline has passed."""
+        now = time.monotonic()
+        gone, self._cancelled = self._cancelled, set()
+        for request in [*self.places.waiting, *self.places.running]:
+            if request.deadline is not None and now >= request.deadline:
+                waited = request.handle.stats.since_submitted()
+                error = DeadlineError(
+                    f"deadline_s passed {waited:.2f} s after submit(). Give it more time, or a "
+                    "higher priority."
+                )
+                request.handle.end(FAILED, error=error)
+                gone.add(request.handle)
+            if request.handle in gone:
+                self.places.release(request)
+
+    def _round(self) -> None:
+        """Run one step; when memory runs out, park a request and leave the rest to the next."""
+        places, handle = self.places, self.model.dspark
+        rows = places.rows
+        decoding = [row for row in rows if row.num_new_tokens]
+        most = self.settings.prefill_tokens if decoding else LONE_PREFILL_TOKENS
+        starting = places.parts([row for row in rows if not row.num_new_tokens], most)
+        made = [row.num_new_tokens for row in decoding]
+        begin = time.perf_counter()
+        try:
+            with handle.lock:
+                places.decoder.trace = handle.tracer
+                places.decoder.round(decoding, starting)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._make_room(error)
+            return
+        seconds = time.perf_counter() - begin
+        self.steps += 1
+        places.guard.step_s = seconds
+        new = [row.num_new_tokens - old for row, old in zip(decoding, made, strict=True)]
+        places.size.observe(seconds, new, len(places.waiting))
+        for request in places.running:
+            if any(row.num_new_tokens for row in request.rows):
+                request.handle.move_to(RUNNING)
+        with self.changed:
+            places.keep_to_budget()
+
+    def _make_room(self, error: Exception) -> None:
+        """After running out of memory: park a request, or fail the only one."""
+        running = self.places.running
+        logger.warning("Out of memory with %d requests: %s", len(running), error)
+        with self.changed:
+            last = self.places.last()
+            if len(running) > 1:
+                self.places.park(last)
+                return
+            self.places.release(last)
+        refusal = CapacityError(
+            f"one request alone runs out of memory: {error}. Shorten it, or use a larger device."
+        )
+        last.handle.end(FAILED, error=refusal)
+
+    def _note_failure(self, row: Row, error: Exception) -> None:
+        """Remember what a row's own code raised."""
+        for request in self.places.running:
+            if any(own is row for own in request.rows):
+                request.error = error
+
+    def _hand_back(self) -> None:
+        """End requests whose rows are all finished, or one of which failed."""
+        for request in list(self.places.running):
+            if request.error is None and request.active_rows:
+                continue
+            result = None
+            if request.error is None:
+                try:
+                    result = self._result(request)
+                except Exception as error:  # noqa: BLE001 - a streamer's end() may raise, say
+                    request.error = error
+            with self.changed:
+                self.places.release(request)
+            if result is None:
+                request.handle.end(FAILED, error=request.error)
+            else:
+                request.handle.end(DONE, result=result)
+
+    def _result(self, request: Request) -> RequestResult:
+        """Return what a request's finished rows come to."""
+        call, decoder = request.prepared.call, self.places.decoder
+        if call is None:
+            raise CapacityError("a request without rows has no result.")
+        cache = None
+        if call.generation_config.return_dict_in_generate:
+            cache = export_rows(self.model, call, request.rows, decoder)
+        for row in request.rows:
+            row.record.path = decoder.target.path
+            self.places.lengths.add(row.num_new_tokens)
+        with self.model.dspark.lock:
+            self.model.dspark.metrics.add([row.record for row in request.rows])
+        if call.streamer is not None:
+            call.streamer.end()
+        first = request.rows[0]
+        output = output_of(call, request.rows, cache)
+        return self._finish(request, output, first.ids[first.num_prompt_tokens :])
+
+    def _finish(self, request: Request, output: Any, ids: list[int]) -> RequestResult:
+        if request.pieces is not None:
+            request.pieces.end()
+        text = None
+        if request.prepared.returns_text and self.tokenizer is not None:
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        stats = request.handle.stats
+        stats.records = [row.record for row in request.rows]
+        return RequestResult(output, list(ids), text, stats)
+
+    def _run_alone(self, request: Request) -> None:
+        """Decode a request in the model's own loop, while the others wait."""
+        request.begin()
+        request.handle.move_to(RUNNING)
+        try:
+            with self.model.dspark.lock:
+                output = request.prepared.run()
+            sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
+            ids = sequences[0, request.prepared.num_prompt_tokens :].tolist()
+            result = self._finish(request, output, ids)
+        except Exception as error:  # noqa: BLE001 - it fails alone
+            request.handle.end(FAILED, error=error)
+            return
+        for piece in result.ids if result.text is None else [result.text]:
+            request.handle.add(piece)
+        request.handle.end(DONE, result=result)
+
+    def _die(self, error: BaseException) -> None:
+        """Fail everyone who waits: nothing will run any more."""
+        logger.error("The queue ends: %s: %s", type(error).__name__, error)
+        with self.changed:
+            self.fatal = error
+            everyone = [*self.places.running, *self.places.waiting]
+            self.places.running.clear()
+            self.places.waiting.clear()
+            self.changed.notify_all()
+        for request in everyone:
+            ended = QueueClosedError(f"the queue ended: {type(error).__name__}: {error}.")
+            ended.__cause__ = error
+            request.handle.end(FAILED, error=ended)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,185 @@
+"""From what a caller submits to rows, by generate()'s own preparation, in the caller's thread.
+
+So every generation option means what it means in generate(), and a wrong one fails where it was
+written. A call that cannot be decoded among others runs alone, in the model's own loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark_hf import compat
+from dspark_hf.drafting.base import FeatureDrafter
+from dspark_hf.eligibility import cached_tokens
+from dspark_hf.errors import ConfigError, InputError
+from dspark_hf.generation import make_rows
+from dspark_hf.takeover import PreparedCall, capturing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+    from dspark_hf.config import DSparkConfig
+    from dspark_hf.drafting.base import Drafter
+    from dspark_hf.generation import Call
+    from dspark_hf.rows import Row
+
+SHARED = ("schedule", "confidence_threshold", "max_draft_tokens", "never_slower", "exactness")
+"""Settings that the rows of a queue have in common: one forward serves them all."""
+
+
+@dataclass
+class Prepared:
+    """A request ready to be decoded.
+
+    Attributes:
+        rows: Its rows, none started; empty if it runs alone.
+        call: As generate() prepared it; None if it runs alone.
+        config: Settings of the call; None if it runs alone.
+        drafter: Who drafts for it.
+        run_alone: Decodes it in the model's own loop; None if rows are decoded here.
+        num_prompt_tokens: Of its longest row.
+        returns_text: Whether text was submitted, so that text comes back.
+    """
+
+    rows: list[Row]
+    call: Call | None
+    config: DSparkConfig | None
+    drafter: Drafter | None
+    run_alone: Callable[[], Any] | None
+    num_prompt_tokens: int
+    returns_text: bool
+
+    def run(self) -> Any:
+        """Decode it in the model's own loop; return what generate() returns."""
+        if self.run_alone is None:
+            raise ConfigError("only a request that must run alone is run so; got one with rows.")
+        return self.run_alone()
+
+
+def prepare(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, inputs: Any, kwargs: dict[str, Any]
+) -> Prepared:
+    """Prepare a request.
+
+    Args:
+        model: Wrapped.
+        tokenizer: Its tokenizer; needed for text, chats and stop strings.
+        inputs: Text; ids as a list, or a tensor (T,) or (B, T); or chat messages.
+        kwargs: Of generate().
+
+    Returns:
+        Prepared: What can be decoded.
+
+    Raises:
+        InputError: If the inputs are none of these, or empty.
+        ConfigError: If a setting that a queue's rows share differs from the model's.
+    """
+    encoded, returns_text = encode(model, tokenizer, inputs)
+    kwargs = {**encoded, **kwargs}
+    if tokenizer is not None and "stop_strings" in kwargs:
+        kwargs.setdefault("tokenizer", tokenizer)
+    ids = encoded["input_ids"]
+    with capturing():
+        try:
+            model.generate(**kwargs)
+        except PreparedCall as found:
+            prepared = found
+        else:
+            raise ConfigError(
+                "custom_generate brings a loop of its own, which a queue cannot run; got one. Call "
+                "generate() for it."
+            )
+    if prepared.run_alone is not None:
+        return Prepared([], None, None, None, prepared.run_alone, ids.shape[1], returns_text)
+    call, config = prepared.call, prepared.config
+    if call is None or config is None:
+        raise ConfigError("a call must be prepared by generate(); got none.")
+    _check_shared(model, config, prepared.drafter)
+    # Refuses here what the model cannot do, and measures what must be measured.
+    prepared.handle.sparse_reading(config)
+    if cached_tokens(call.cache) != 0 or compat.is_user_cache(call.cache):
+        raise ConfigError(
+            "past_key_values cannot be handed to a queue, which keeps its own; got one. Submit the "
+            "whole prompt."
+        )
+    rows = make_rows(prepared.handle.model, call, config)
+    longest = max(len(row.ids) for row in rows)
+    return Prepared(rows, call, config, prepared.drafter, None, longest, returns_text)
+
+
+def encode(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, inputs: Any
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Turn what was submitted into generate()'s inputs.
+
+    Returns:
+        tuple: input_ids and attention_mask of shape (B, T); and whether text comes back.
+
+    Raises:
+        InputError: If it is no text, ids or chat, or holds nothing.
+    """
+    if isinstance(inputs, str) or _is_chat(inputs):
+        if tokenizer is None:
+            raise InputError(
+                "inputs must be token ids where the queue has no tokenizer; got text. Pass "
+                "tokenizer= to GenerationQueue."
+            )
+        if isinstance(inputs, str):
+            ids = tokenizer(inputs)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(
+                inputs, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        return _batch(model, torch.tensor([ids], dtype=torch.long)), True
+    if isinstance(inputs, torch.Tensor):
+        ids = inputs[None] if inputs.dim() == 1 else inputs
+        if ids.dim() == 2 and not ids.is_floating_point():
+            return _batch(model, ids), False
+    elif isinstance(inputs, list | tuple) and all(
+        isinstance(i, int) and not isinstance(i, bool) for i in inputs
+    ):
+        return _batch(model, torch.tensor([list(inputs)], dtype=torch.long)), False
+    raise InputError(
+        "inputs must be text, token ids (a list of integers, or a tensor of shape (T,) or (B, T)), "
+        f"or chat messages with 'role' and 'content'; got {_described(inputs)}."
+    )
+
+
+def _batch(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = ids.to(compat.input_device(model))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _is_chat(inputs: Any) -> bool:
+    return (
+        isinstance(inputs, list | tuple)
+        and len(inputs) > 0
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in inputs)
+    )
+
+
+def _described(inputs: Any) -> str:
+    if isinstance(inputs, torch.Tensor):
+        return f"a tensor of shape {tuple(inputs.shape)} and type {inputs.dtype}"
+    return f"{type(inputs).__name__} {inputs!r}"[:120]
+
+
+def _check_shared(model: Any, config: DSparkConfig, drafter: Drafter | None) -> None:
+    own = model.dspark
+    for name in SHARED:
+        if getattr(config, name) != getattr(own.config, name):
+            raise ConfigError(
+                f"{name} is shared by a queue's rows and must be {getattr(own.config, name)!r}; "
+                f"got {getattr(config, name)!r} in dspark=. Set it on the model, or use another "
+                "queue."
+            )
+    if drafter is not None and drafter is not own.drafter and isinstance(drafter, FeatureDrafter):
+        raise ConfigError(
+            f"a request's own drafter must not read the target's features; got {drafter.name!r}. "
+            "Give it to the model, or use another queue."
+        )

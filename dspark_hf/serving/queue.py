@@ -1,0 +1,197 @@
+"""GenerationQueue: submit requests from any thread, decode them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from dspark_hf.errors import ConfigError, QueueFullError
+from dspark_hf.model import DSparkForCausalLM
+from dspark_hf.queue_settings import QueueConfig
+from dspark_hf.serving.engine import Engine
+from dspark_hf.serving.handle import RequestHandle
+from dspark_hf.serving.prepare import prepare
+from dspark_hf.serving.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    from transformers import PreTrainedTokenizerBase
+
+    from dspark_hf.serving.handle import RequestResult
+
+
+class GenerationQueue:
+    """Decodes many callers' requests together, each to what generate() alone would have given.
+
+    ```python
+    with GenerationQueue(model, tokenizer) as queue:
+        handle = queue.submit("Once upon a time", max_new_tokens=64)
+        print(handle.result().text)
+    ```
+
+    Requests join and leave between steps. Texts and, with a schedule that does not follow measured
+    times, acceptance do not depend on neighbours, order or parking: greedy and coupled texts are
+    those of a call alone, rejection-sampled ones follow its distribution.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: QueueConfig | None = None,
+    ) -> None:
+        """Make a queue and start its thread.
+
+        Args:
+            model: Wrapped with `DSparkForCausalLM`; its drafter and settings serve all requests.
+            tokenizer: Of the model; without one only token ids can be submitted.
+            config: Settings; those of the model's `DSparkConfig.queue` when None.
+
+        Raises:
+            ConfigError: If the model is not wrapped, or an argument is not what it must be.
+        """
+        if not isinstance(model, DSparkForCausalLM):
+            raise ConfigError(
+                f"model must be wrapped; got {type(model).__name__}. Use "
+                "DSparkForCausalLM.wrap(model, drafter=...)."
+            )
+        settings = config or model.dspark.config.queue or QueueConfig()
+        if not isinstance(settings, QueueConfig):
+            raise ConfigError(f"config must be a QueueConfig or None; got {settings!r}.")
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.config = settings
+        self._engine = Engine(model, tokenizer, settings)
+        self._engine.start()
+
+    def submit(
+        self,
+        inputs: Any,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        **generation_kwargs: Any,
+    ) -> RequestHandle:
+        """Submit a request.
+
+        Args:
+            inputs: Text; token ids as a list of integers or a tensor of shape (T,) or (B, T); or
+                chat messages, to which the tokenizer's template is applied.
+            priority: Higher goes first.
+            deadline_s: Seconds from now within which the result is wanted. It then goes earlier if
+                it must, and fails with DeadlineError if it was not done in time.
+            **generation_kwargs: Of generate(), `dspark=` included; checked here.
+
+        Returns:
+            RequestHandle: To wait for, read or cancel.
+
+        Raises:
+            QueueFullError: If `max_pending` requests wait and `when_full` is "error".
+            QueueClosedError: If the queue has ended.
+            InputError: If the inputs cannot be decoded.
+            CapacityError: If they cannot fit the model or the memory for keys and values.
+            ValueError: If a setting is wrong, as generate() says it.
+        """
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError(f"priority must be an integer; got {priority!r}.")
+        if deadline_s is not None and not deadline_s > 0:
+            raise ConfigError(f"deadline_s must be above 0, in seconds; got {deadline_s!r}.")
+        return self._submit(
+            inputs, generation_kwargs, priority, deadline_s, blocks=self.config.when_full == "block"
+        )
+
+    def map(
+        self, prompts: Iterable[Any], *, progress: bool = True, **generation_kwargs: Any
+    ) -> Iterator[RequestResult]:
+        """Decode many prompts; yield results in their order.
+
+        No more than `max_pending` wait at a time, so prompts may be a stream of any length. If the
+        iteration ends early, what was submitted for it is cancelled.
+
+        Args:
+            prompts: As for `submit`.
+            progress: Whether to show a bar.
+            **generation_kwargs: As for `submit`, for all of them.
+
+        Yields:
+            RequestResult: One per prompt.
+
+        Raises:
+            Exception: What the first failed request raised, where its result would have come.
+        """
+        handles: list[RequestHandle] = []
+        source = iter(prompts)
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        most = self.config.max_pending + self.config.max_rows
+        with tqdm(total=total, disable=not progress, unit="request") as bar:
+            try:
+                while True:
+                    while len(handles) < most:
+                        try:
+                            prompt = next(source)
+                        except StopIteration:
+                            break
+                        handles.append(
+                            self._submit(prompt, dict(generation_kwargs), 0, None, blocks=True)
+                        )
+                    if not handles:
+                        return
+                    result = handles[0].result()
+                    handles.pop(0)
+                    bar.update()
+                    yield result
+            finally:
+                for handle in handles:
+                    handle.cancel()
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no more requests and end.
+
+        Args:
+            drain: Whether what was submitted is still decoded; otherwise it is cancelled.
+            timeout: Most seconds to wait; None waits until it has ended.
+
+        Returns:
+            bool: Whether the queue's thread has ended.
+        """
+        return self._engine.close(drains=drain, timeout=timeout)
+
+    def __enter__(self) -> GenerationQueue:
+        """Return the queue."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close: after an error or an interrupt at once, else when everything is done."""
+        self.close(drain=kind is None)
+
+    def _submit(
+        self,
+        inputs: Any,
+        kwargs: dict[str, Any],
+        priority: int,
+        deadline_s: float | None,
+        *,
+        blocks: bool,
+    ) -> RequestHandle:
+        self._engine.require_open()
+        handle = RequestHandle(self._engine.cancel)
+        prepared = prepare(self.model, self.tokenizer, inputs, kwargs)
+        deadline = None if deadline_s is None else handle.stats.submitted + deadline_s
+        request = Request(prepared, handle, priority, deadline)
+        self._engine.places.require_fit(request)
+        request.listen(self.tokenizer)
+        if not self._engine.put(request, blocks=blocks):
+            raise QueueFullError(
+                f"max_pending requests, {self.config.max_pending}, wait already. Submit later, or "
+                'set when_full="block".'
+            )
+        return handle
