@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from dspark_hf.attention.pages import PAGE
-from dspark_hf.attention.predictors import BoundPredictor
+from dspark_hf.attention.predictors import BoundPredictor, TrainedPredictor
 from dspark_hf.errors import ConfigError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from dspark_hf.attention.predictors import Predictor
 
 
@@ -196,6 +198,18 @@ class SparsePolicy:
     def ceiling(self) -> int:
         """Most tokens read per key head."""
         return 4 * self.tokens if self.most_tokens is None else self.most_tokens
+
+    def require_fit(self, model: PreTrainedModel) -> None:
+        """Refuse a model that the predictor was not trained for.
+
+        Args:
+            model: The model whose context is to be read.
+
+        Raises:
+            CheckpointError: If the predictor fits models of another shape only.
+        """
+        if isinstance(self.predictor, TrainedPredictor):
+            self.predictor.require_fit(model)
 
     def replace(self, **changes: object) -> SparsePolicy:
         """Return a copy with other values."""

@@ -7,9 +7,12 @@ scores over the heads of a group selects better at the same cost.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Predictor(Protocol):
@@ -36,6 +39,14 @@ class Predictor(Protocol):
         """
 
 
+@runtime_checkable
+class TrainedPredictor(Protocol):
+    """What a predictor has besides, if it only fits the model it was trained for."""
+
+    def require_fit(self, model: PreTrainedModel) -> None:
+        """Refuse another model, by a CheckpointError, before it decodes anything."""
+
+
 @dataclass(frozen=True)
 class BoundPredictor:
     """q . middle + alpha |q| . half: at alpha 1 no key of the page scores higher (Quest).
@@ -55,10 +66,7 @@ class BoundPredictor:
         scale: float,
     ) -> torch.Tensor:
         """Score as the Predictor protocol says: one product of [q ; alpha |q|] and summaries."""
-        both = torch.cat([query, query.abs() * self.alpha], dim=-1)
-        # Head by head: a product over a slice of a larger buffer is several times slower in bf16.
-        parts = [torch.mm(rows, pages.T) for rows, pages in zip(both, summary, strict=True)]
-        return torch.stack(parts).float() * scale
+        return page_products(softened(query, self.alpha), summary).float() * scale
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,25 @@ class RecentPredictor:
         order = torch.arange(summary.shape[1], device=query.device, dtype=torch.float32)
         # Within one unit, so that no softmax of them underflows and leaves the order to chance.
         return (order / len(order)).expand(query.shape[0], query.shape[1], -1)
+
+
+def softened(query: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return [q ; alpha |q|], what the softened bound multiplies with a summary; (..., 2 D)."""
+    return torch.cat([query, query.abs() * alpha], dim=-1)
+
+
+def page_products(weights: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """Return the products of every query's weights and every page's summary.
+
+    Args:
+        weights: Of shape (Hkv, R, 2 D).
+        summary: Of shape (Hkv, P, 2 D).
+
+    Returns:
+        torch.Tensor: Of shape (Hkv, R, P), in their type.
+    """
+    # Head by head: a product over a slice of a larger buffer is several times slower in bf16.
+    return torch.stack([torch.mm(w, pages.T) for w, pages in zip(weights, summary, strict=True)])
 
 
 def scores_of_tokens(

@@ -141,6 +141,7 @@ class FlatTarget:
 
     def read_all_sparsely(self, reading: SparseReading) -> None:
         """Read every row's context by a policy, unless `read_sparsely` says otherwise."""
+        reading.policy.require_fit(self.model)
         self.cache.reading = reading
 
     def read_sparsely(self, row_id: int, sparse: SparseRow | None) -> None:
@@ -148,6 +149,7 @@ class FlatTarget:
         if sparse is None:
             self.cache.sparse.pop(row_id, None)
         else:
+            sparse.policy.require_fit(self.model)
             self.cache.sparse[row_id] = sparse
 
     def _note_signals(self, feed: Feed, logits: torch.Tensor) -> None:
