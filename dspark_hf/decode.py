@@ -82,12 +82,12 @@ class Decoder:
     def round(self, rows: Sequence[Row], starting: Sequence[tuple[Row, int | None]] = ()) -> None:
         """Advance every row by at least one token; feed starting rows a part of their prompts.
 
-        A starting row whose prompt ends in its part commits its first token.
+        A starting row whose prompt ends in its part commits its first token. A row that has tokens
+        and lost its cache is started again: all but its newest token are fed.
 
         Args:
             rows: Started rows that are not finished.
-            starting: Rows without a token yet, and how much of its prompt each is fed at most;
-                None for all.
+            starting: Rows that are not `is_fed`, and how much each is fed at most; None for all.
         """
         begin = perf_counter()
         states = [RowState(row.row_id, len(row.ids) - 1, row.room()) for row in rows]
@@ -113,7 +113,7 @@ class Decoder:
             if outcome is not None:
                 outcomes.append(outcome)
         for (row, _), row_logits in zip(starting, logits[len(rows) :], strict=True):
-            if self.target.length(row.row_id) == len(row.ids):
+            if not row.num_new_tokens and self.target.length(row.row_id) == len(row.ids):
                 self._guarded(row, Proposal(), row_logits)
         num_tokens, context = sum(len(f.ids) for f in feeds), sum(s.context for s in states)
         if rows:
@@ -126,9 +126,14 @@ class Decoder:
             row.record.verify_s += (verified - start) / num_rows
             row.record.other_s += other / num_rows if row.record.rounds else 0.0
 
+    def is_fed(self, row: Row) -> bool:
+        """Tell whether a row is ready for a round: all but its newest token are cached."""
+        return row.num_new_tokens > 0 and self.target.length(row.row_id) == len(row.ids) - 1
+
     def _part(self, row: Row, most: int | None) -> Feed:
-        """Return the next tokens of a row's prompt."""
-        cached, end = self.target.length(row.row_id), len(row.ids)
+        """Return the next tokens that a row must be fed before it can go on."""
+        cached = self.target.length(row.row_id)
+        end = len(row.ids) - bool(row.num_new_tokens)
         if most is not None:
             end = min(end, cached + most)
         return Feed(row.row_id, row.ids[cached:end], 1, is_prompt=True)

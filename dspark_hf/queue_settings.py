@@ -37,6 +37,12 @@ class QueueConfig:
         prefill_tokens: Most prompt tokens fed in one step while others decode; None for all.
         kv_budget: Bytes of keys and values on the device (integer above 1), or share of its free
             memory (number up to 1).
+        prefix_cache: Whether prompts that begin alike share what was computed for the beginning.
+        host_cache: Bytes of host memory (integer above 1), or share of what is free (number up to
+            1), for beginnings and parked rows.
+        disk_cache: Bytes of disk behind it; 0 for none.
+        disk_folder: Where they lie; None for `$DSPARK_HF_CACHE/kv`. Beginnings are there again
+            after a restart.
         max_pending: Requests that may wait; beyond it `when_full` decides.
         when_full: "error" raises QueueFullError, "block" lets submit() wait.
         drafter_failures: Failures in a row after which a drafter is switched off for a while.
@@ -54,6 +60,10 @@ class QueueConfig:
     preempt: bool = True
     prefill_tokens: int | None = 256
     kv_budget: float = 0.5
+    prefix_cache: bool = True
+    host_cache: float = 0.1
+    disk_cache: int = 0
+    disk_folder: str | None = None
     max_pending: int = 1024
     when_full: str = "error"
     drafter_failures: int = 3
@@ -70,22 +80,25 @@ class QueueConfig:
             raise ConfigError(
                 f"min_rows must be at most max_rows {self.max_rows}; got {self.min_rows}."
             )
+        _whole("disk_cache", self.disk_cache, least=0)
         for name in ("max_wait_ms", "patience_s", "drafter_retry_s"):
             _number(name, getattr(self, name), above=-1e-300)
-        for name in ("kv_budget", "drafter_slow_factor"):
+        for name in ("kv_budget", "host_cache", "drafter_slow_factor"):
             _number(name, getattr(self, name), above=0)
         if self.target_latency_ms is not None:
             _number("target_latency_ms", self.target_latency_ms, above=0)
-        if self.kv_budget > 1 and self.kv_budget != int(self.kv_budget):
-            raise ConfigError(
-                f"kv_budget must be whole bytes, or a share of at most 1; got {self.kv_budget}."
-            )
+        for name in ("kv_budget", "host_cache"):
+            value = getattr(self, name)
+            if value > 1 and value != int(value):
+                raise ConfigError(
+                    f"{name} must be whole bytes, or a share of at most 1; got {value}."
+                )
         for name, allowed in (("order", ORDERS), ("when_full", WHEN_FULL)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name} must be one of {list(allowed)}; got {getattr(self, name)!r}."
                 )
-        for name in ("dynamic", "preempt"):
+        for name in ("dynamic", "preempt", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False; got {getattr(self, name)!r}.")
 

@@ -134,6 +134,7 @@ class Engine:
             self._die(error)
         finally:
             self.places.rest()
+            self.places.keeper.store.clear()
 
     def _wait(self) -> bool:
         """Wait for work; tell whether there is any, or the queue has ended."""
@@ -185,10 +186,10 @@ class Engine:
     def _round(self) -> None:
         """Run one step; when memory runs out, park a request and leave the rest to the next."""
         places, handle = self.places, self.model.dspark
-        rows = places.rows
-        decoding = [row for row in rows if row.num_new_tokens]
+        rows, is_fed = places.rows, places.decoder.is_fed
+        decoding = [row for row in rows if is_fed(row)]
         most = self.settings.prefill_tokens if decoding else LONE_PREFILL_TOKENS
-        starting = places.parts([row for row in rows if not row.num_new_tokens], most)
+        starting = places.parts([row for row in rows if not is_fed(row)], most)
         made = [row.num_new_tokens for row in decoding]
         begin = time.perf_counter()
         try:
@@ -201,6 +202,7 @@ class Engine:
             self._make_room(error)
             return
         seconds = time.perf_counter() - begin
+        places.share([row for row, _ in starting])
         self.steps += 1
         places.guard.step_s = seconds
         new = [row.num_new_tokens - old for row, old in zip(decoding, made, strict=True)]

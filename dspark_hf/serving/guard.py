@@ -120,6 +120,9 @@ class GuardedDrafter:
                 proposals[i] = Proposal(answer.ids, answer.probs, signal, answer.confidence)
         return proposals
 
+    def take(self, row_id: int, start: int, features: torch.Tensor) -> None:
+        """Drop features: the main drafter reads none."""
+
     def free(self, row_id: int) -> None:
         """Forget a row."""
         place = self._rows.pop(row_id, None)

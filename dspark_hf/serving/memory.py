@@ -40,6 +40,11 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def in_bytes(size: float, device: torch.device) -> int:
+    """Return a setting in bytes: it is bytes above 1, else a share of what is free there."""
+    return int(size) if size > 1 else int(size * free_bytes(device))
+
+
 class KvBudget:
     """Tokens of keys and values that fit.
 
@@ -54,8 +59,7 @@ class KvBudget:
             budget: Bytes above 1, else a share of the free memory.
         """
         self.token_bytes = kv_token_bytes(model)
-        device = compat.input_device(model)
-        self.num_bytes = int(budget) if budget > 1 else int(budget * free_bytes(device))
+        self.num_bytes = in_bytes(budget, compat.input_device(model))
         self.num_tokens = self.num_bytes // self.token_bytes
 
     def fits(self, lengths: Sequence[int]) -> bool:

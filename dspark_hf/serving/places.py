@@ -8,17 +8,18 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from dspark_hf import compat
 from dspark_hf.drafting.block.taps import FeatureTaps
 from dspark_hf.errors import CapacityError
 from dspark_hf.serving.guard import GuardedFeatureDrafter, guard
 from dspark_hf.serving.handle import PARKED, RUNNING, STARTING
+from dspark_hf.serving.keeper import Keeper
 from dspark_hf.serving.memory import HEADROOM_TOKENS, KvBudget
 from dspark_hf.serving.order import BatchSize, Lengths, Order
-from dspark_hf.targets.base import CachedRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from dspark_hf.decode import Decoder
     from dspark_hf.queue_settings import QueueConfig
@@ -49,7 +50,9 @@ class Places:
         self.order, self.lengths, self.size = Order(settings), Lengths(), BatchSize(settings)
         self.budget = KvBudget(model, settings.kv_budget)
         self.guard = guard(model.dspark.drafter, settings)
+        self.keeper = Keeper(model, settings)
         self._decoder: Decoder | None = None
+        self._begun: set[int] = set()
 
     @property
     def rows(self) -> list[Row]:
@@ -65,7 +68,7 @@ class Places:
             decoder.drafter, decoder.on_failure = self.guard, self.on_failure
             if isinstance(self.guard, GuardedFeatureDrafter):
                 taps = FeatureTaps(self.model, self.guard.target_layers)
-                decoder.target.listen(taps, self.guard.take)
+                decoder.target.listen(taps, self._take)
             self._decoder = decoder
         return self._decoder
 
@@ -115,14 +118,9 @@ class Places:
 
     def park(self, request: Request) -> None:
         """Take a running request out, keeping its rows' caches."""
+        # Drafter and schedule keep what they know of the rows.
         for row in reversed(request.active_rows):
-            length = self.decoder.target.length(row.row_id)
-            if length:
-                place = [CachedRow(row.row_id, length, 0)]
-                cache = compat.new_cache(self.model)
-                request.parked[row.row_id] = self.decoder.target.export(place, length, cache)
-            # Drafter and schedule keep what they know of the row.
-            self.decoder.target.free(row.row_id)
+            self.keeper.park(self.decoder.target, row)
         request.handle.stats.preemptions += 1
         request.handle.move_to(PARKED)
         self.running.remove(request)
@@ -130,14 +128,21 @@ class Places:
 
     def release(self, request: Request) -> None:
         """Free what a request's rows hold, last slot first."""
-        if self._decoder is not None:
-            for row in reversed(request.rows):
+        for row in reversed(request.rows):
+            if self._decoder is not None:
                 self._decoder.finish(row)
-        request.parked.clear()
+            self.keeper.forget(row)
+            self._begun.discard(row.row_id)
         if request in self.running:
             self.running.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
+
+    def share(self, rows: Sequence[Row]) -> None:
+        """Keep the beginnings of prompts that have just been read, for others."""
+        for row in rows:
+            if row.num_new_tokens:
+                self.keeper.share(self.decoder.target, row)
 
     def keep_to_budget(self) -> None:
         """Park the last in order while rows have outgrown the budget together."""
@@ -156,18 +161,24 @@ class Places:
         """Share a step's prompt tokens out, in the order of admission.
 
         Args:
-            starting: Rows whose prompts are not read yet.
+            starting: Rows that must be fed before they can go on.
             most: Prompt tokens of the step; None for all.
         """
         if most is None:
             return [(row, None) for row in starting]
         parts: list[tuple[Row, int | None]] = []
         for row in starting:
-            part = min(len(row.ids) - self.decoder.target.length(row.row_id), most)
+            wanted = len(row.ids) - bool(row.num_new_tokens)
+            part = min(wanted - self.decoder.target.length(row.row_id), most)
             if part > 0:
                 parts.append((row, part))
                 most -= part
         return parts
+
+    def _take(self, row_id: int, start: int, features: torch.Tensor) -> None:
+        """Pass features on, to who drafts and to who keeps them."""
+        self.guard.take(row_id, start, features)
+        self.keeper.take(row_id, features)
 
     def _yields(
         self, tickets: dict[int, Ticket], waiting: Request, running: Request, now: float
@@ -197,10 +208,12 @@ class Places:
         reading = None if config is None else self.model.dspark.sparse_reading(config)
         for row in request.active_rows:
             self.guard.assign(row.row_id, request.prepared.drafter)
-            cache = request.parked.pop(row.row_id, None)
-            if cache is not None:
-                length = cache.get_seq_length()
-                self.decoder.target.adopt(row.row_id, cache, row.ids[:length])
+            if row.row_id in self._begun:
+                self.keeper.resume(self.decoder.target, row)
+            elif reading is None or reading.policy.prefill is None:
+                known = self.keeper.begin(self.decoder.target, row, self.guard.take)
+                request.handle.stats.cached_tokens += known
+            self._begun.add(row.row_id)
             if reading is not None:
                 self.decoder.target.read_sparsely(row.row_id, reading.row())
         has_begun = any(row.num_new_tokens for row in request.rows)

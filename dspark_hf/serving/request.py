@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import PreTrainedTokenizerBase
-    from transformers.cache_utils import Cache
 
     from dspark_hf.rows import Row
     from dspark_hf.serving.handle import RequestHandle
@@ -52,7 +51,6 @@ class Request:
         handle: What the caller holds.
         priority: Higher goes first.
         deadline: On the clock of time.monotonic(); None without.
-        parked: Caches of rows that were taken out, by row id.
         error: What its own code raised; it then fails alone.
     """
 
@@ -60,7 +58,6 @@ class Request:
     handle: RequestHandle
     priority: int = 0
     deadline: float | None = None
-    parked: dict[int, Cache] = field(default_factory=dict)
     error: Exception | None = None
     pieces: TextPieces | None = None
 

@@ -200,6 +200,20 @@ class FlatTarget:
         for layer_idx, layer in enumerate(cache.layers):
             self.cache.put(row_id, layer_idx, layer.keys, layer.values)
 
+    def keys_values(self, row_id: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys and values, (Hkv, length, D), of a row's first tokens; views."""
+        slot = self.cache.slots[row_id]
+        return [
+            (layer.keys[slot, :, :length], layer.values[slot, :, :length])
+            for layer in self.cache.layers
+        ]
+
+    def restore(self, row_id: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give a new row each layer's keys and values of its first tokens, (Hkv, T, D)."""
+        self.cache.open_row(row_id, layers[0][0].shape[1])
+        for layer_idx, (keys, values) in enumerate(layers):
+            self.cache.put(row_id, layer_idx, keys[None], values[None])
+
     def export(self, rows: Sequence[CachedRow], width: int, cache: Cache) -> Cache:
         """Write rows' tokens into a Transformers cache, as the Target protocol says."""
         first = self._adopted.get(rows[0].row_id, 0) if len(rows) == 1 else 0
