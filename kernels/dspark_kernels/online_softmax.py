@@ -1,9 +1,35 @@
-"""Device function shared by the attention kernels: one tile of keys into a running softmax."""
+"""Device functions shared by the attention kernels: tiles of keys into a running softmax."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def listed_keys(p_list, i_page, i_last, o_n, b_end, PAGE: tl.constexpr):
+    """Positions [N] of the keys of listed pages from `i_page` on, and which of them are real.
+
+    The list ends at `i_last`, the row's keys at `b_end`.
+    """
+    o_page = i_page + o_n // PAGE  # [N]
+    b_page = tl.load(p_list + o_page, mask=o_page < i_last, other=-1)
+    b_at = b_page * PAGE + o_n % PAGE
+    return b_at, (b_page >= 0) & (b_at < b_end)
+
+
+@triton.jit
+def load_tile(
+    p_keys, p_values, b_at, m_key, o_d, o_dv, stride_k_token, stride_v_token,
+    D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Keys [D, N] and values [N, Dv] at positions of the cache; zeros where `m_key` is not set."""
+    o_at = b_at.to(tl.int64)
+    p_tile = p_keys + o_at[None, :] * stride_k_token + o_d[:, None]
+    b_k = tl.load(p_tile, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)
+    p_tile = p_values + o_at[:, None] * stride_v_token + o_dv[None, :]
+    b_v = tl.load(p_tile, mask=m_key[:, None] & (o_dv < DV)[None, :], other=0.0)
+    return b_k, b_v
 
 
 @triton.jit

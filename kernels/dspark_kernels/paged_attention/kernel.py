@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.merge_lse.kernel import merge_lse_fwd
-from dspark_kernels.online_softmax import attend_tile, finish
+from dspark_kernels.online_softmax import attend_tile, finish, listed_keys, load_tile
 from dspark_kernels.tiles import MIN_DOT, PAGE_SIZE, Build, Launch, ceil_div, power_of_two
 
 SPLIT_TOKENS = 256
@@ -93,15 +93,10 @@ def _paged_attention_fwd_kernel(
     i_first = i_split * SPLIT_PAGES
     i_last = tl.minimum(b_count, i_first + SPLIT_PAGES)
     for i_page in range(i_first, i_last, BLOCK_N // PAGE):
-        o_page = i_page + o_n // PAGE  # [N]
-        b_page = tl.load(p_list + o_page, mask=o_page < i_last, other=-1)
-        b_at = b_page * PAGE + o_n % PAGE  # [N]: position in the cache
-        m_key = (b_page >= 0) & (b_at < b_length)
-        o_at = b_at.to(tl.int64)
-        p_tile = p_keys + o_at[None, :] * stride_k_token + o_d[:, None]
-        b_k = tl.load(p_tile, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)  # [D, N]
-        p_tile = p_values + o_at[:, None] * stride_v_token + o_dv[None, :]
-        b_v = tl.load(p_tile, mask=m_key[:, None] & (o_dv < DV)[None, :], other=0.0)  # [N, Dv]
+        b_at, m_key = listed_keys(p_list, i_page, i_last, o_n, b_length, PAGE)
+        b_k, b_v = load_tile(
+            p_keys, p_values, b_at, m_key, o_d, o_dv, stride_k_token, stride_v_token, D, DV
+        )
         m_seen = m_row[:, None] & m_key[None, :] & (b_at[None, :] <= b_place[:, None])
         b_acc, b_m, b_l = attend_tile(b_q, b_k, b_v, m_seen, b_acc, b_m, b_l, scale, 0.0, False)
 

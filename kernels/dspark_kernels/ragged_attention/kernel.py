@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.merge_lse.kernel import merge_lse_fwd
-from dspark_kernels.online_softmax import attend_tile, finish
+from dspark_kernels.online_softmax import attend_tile, finish, load_tile
 from dspark_kernels.ragged_attention.tiling import NO_SPLIT, SPLIT_TOKENS
 from dspark_kernels.tiles import LOG2_E, MIN_DOT, Build, Launch, power_of_two
 
@@ -109,11 +109,9 @@ def _ragged_attention_fwd_kernel(
     for i_key in range(b_low, b_high, BLOCK_N):
         o_key = i_key + o_n  # [N]: position in the cache
         m_key = o_key < b_high
-        o_row = o_key.to(tl.int64)
-        p_tile = p_keys + o_row[None, :] * stride_k_token + o_d[:, None]
-        b_k = tl.load(p_tile, mask=m_key[None, :] & (o_d < D)[:, None], other=0.0)  # [D, N]
-        p_tile = p_values + o_row[:, None] * stride_v_token + o_dv[None, :]
-        b_v = tl.load(p_tile, mask=m_key[:, None] & (o_dv < DV)[None, :], other=0.0)  # [N, Dv]
+        b_k, b_v = load_tile(
+            p_keys, p_values, o_key, m_key, o_d, o_dv, stride_k_token, stride_v_token, D, DV
+        )
         m_seen = m_row[:, None] & m_key[None, :] & (o_key[None, :] <= b_place[:, None])
         if HAS_WINDOW:
             m_seen = m_seen & (o_key[None, :] > b_place[:, None] - window)
