@@ -1,13 +1,15 @@
 """The file of a trained page predictor: safetensors, and what they belong to as metadata.
 
-Tensors are named `layers.3.query`, `layers.3.page` and `layers.3.offset`, float32. The metadata
-names the layers that have them, so that a file with a part missing is told from a smaller one.
+Tensors are named `layers.3.query`, `layers.3.page` and `layers.3.offset`, float32. The metadata is
+one JSON object; it names the layers that have them, so that a file with a part missing is told from
+a smaller one.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,13 +24,12 @@ if TYPE_CHECKING:
 
     import torch
 
-FORMAT, VERSION = "dspark_hf.page_predictor", 1
+KEY, VERSION = "dspark_hf.page_predictor", 1
 SHAPE = ("num_layers", "num_heads", "num_kv", "dim")
 NUMBERS = (*SHAPE, "rank", "page_tokens")
 """What a file says of itself in whole numbers."""
 PARTS = ("query", "page", "offset")
 """Tensors of a layer."""
-MAX_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ def write_predictor(path: Path, held: PredictorFile) -> None:
         for layer, parts in held.parts.items()
         for part, tensor in parts.items()
     }
-    metadata = {"format": FORMAT, "format_version": str(VERSION), "alpha": repr(held.alpha)}
-    metadata |= {name: str(held.numbers[name]) for name in NUMBERS}
-    metadata["layers"] = " ".join(map(str, sorted(held.parts)))
+    facts = {"version": VERSION, "alpha": held.alpha, "layers": sorted(held.parts)}
+    facts |= {name: held.numbers[name] for name in NUMBERS}
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as partial:
-        save_file(tensors, partial, metadata=metadata)
+        # In one entry: several would be written in an order that changes from run to run.
+        save_file(tensors, partial, metadata={KEY: json.dumps(facts)})
 
 
 def read_predictor(path: Path) -> PredictorFile:
@@ -78,8 +79,7 @@ def read_predictor(path: Path) -> PredictorFile:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            facts = _Facts(path.name, file.metadata() or {})
-            facts.check_kind()
+            facts = _Facts.of(path.name, (file.metadata() or {}).get(KEY))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -110,47 +110,45 @@ class _Facts:
     """What a file says of itself."""
 
     file: str
-    metadata: Mapping[str, str]
+    held: Mapping[str, Any]
 
-    def check_kind(self) -> None:
-        """Refuse files of another kind or version."""
-        kind, version = (self.metadata.get(name) for name in ("format", "format_version"))
-        if kind != FORMAT or version != str(VERSION):
+    @classmethod
+    def of(cls, file: str, text: str | None) -> _Facts:
+        """Read the metadata; refuse files of another kind or version."""
+        try:
+            held = json.loads(text or "null")
+        except ValueError:
+            held = None
+        if not isinstance(held, dict) or held.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.file} must be a page predictor, format {FORMAT!r} version {VERSION}; got "
-                f"format {kind!r} version {version!r}. Train one: dspark-hf train predictor."
+                f"{file} must have the metadata of a page predictor, {KEY!r} of version {VERSION}; "
+                f"got {text!r}. Train one: dspark-hf train predictor."
             )
+        return cls(file, held)
 
     def number(self, name: str) -> int:
         """Return a whole number above 0."""
-        text = self.metadata.get(name, "")
-        if not _is_number(text) or not int(text):
+        value = self.held.get(name)
+        if type(value) is not int or value < 1:
             raise self._wrong(name, "a whole number above 0")
-        return int(text)
+        return value
 
     def alpha(self) -> float:
         """Return the bound's alpha."""
-        try:
-            value = float(self.metadata.get("alpha", ""))
-        except ValueError:
-            value = -1.0
-        if not 0 <= value <= 1:
+        value = self.held.get("alpha")
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise self._wrong("alpha", "a number from 0 to 1")
-        return value
+        return float(value)
 
     def layers(self) -> list[int]:
         """Return the layers that have tensors."""
-        words = self.metadata.get("layers", "none").split()
-        if not all(map(_is_number, words)):
-            raise self._wrong("layers", "numbers of layers")
-        return [int(word) for word in words]
+        value = self.held.get("layers")
+        if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+            raise self._wrong("layers", "a list of layers")
+        return value
 
     def _wrong(self, name: str, wanted: str) -> CheckpointError:
         return CheckpointError(
             f"{self.file} must give {name} as {wanted} in its metadata; got "
-            f"{self.metadata.get(name)!r}. Get the file again."
+            f"{self.held.get(name)!r}. Get the file again."
         )
-
-
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) <= MAX_DIGITS

@@ -40,6 +40,13 @@ def perplexity(
         bool,
         typer.Option("--prefill", help="Measure prompts read in blocks instead of steps."),
     ] = False,
+    predictor: Annotated[
+        str | None,
+        typer.Option(
+            help="What scores pages: bound, quest, recent, or a file that `train predictor` wrote. "
+            "Default: bound."
+        ),
+    ] = None,
     budgets: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="File that `eval budgets` wrote."),
@@ -64,15 +71,11 @@ def perplexity(
     from dspark_hf.evaluation.needle import needle_check
     from dspark_hf.evaluation.plots import require_matplotlib
 
-    policies = _policies(policy, tokens or [])
-    if (needle or prefill or plot is not None) and not policies:
+    policies = _policies(policy, tokens or [], predictor)
+    if (needle or prefill or budgets is not None or plot is not None) and not policies:
         raise ConfigError(
-            "--needle, --prefill and --plot need a policy; got --policy none. Choose another."
-        )
-    if budgets is not None and (prefill or not policies):
-        raise ConfigError(
-            "--budgets must come with a policy and without --prefill: they share out what steps "
-            f"read; got --policy {policy}{' --prefill' if prefill else ''}. Leave it out."
+            "--needle, --prefill, --budgets and --plot need a policy; got --policy none. Choose "
+            "another."
         )
     if prefill:
         policies = {name: _with_prefill(chosen) for name, chosen in policies.items()}
@@ -86,6 +89,7 @@ def perplexity(
         "model": Path(model).name,
         "dtype": dtype,
         "data": "pydoc_data.topics" if data is None else data.name,
+        "predictor": None if predictor is None else Path(predictor).name,
         "budgets": None if budgets is None else budgets.name,
         "machine": machine(),
         "conditions": conditions(command_line(sys.argv[1:])),
@@ -125,20 +129,22 @@ def perplexity(
         console.print(f"wrote {plot}", soft_wrap=True)
 
 
-def _policies(name: str, tokens: Sequence[int]) -> dict[str, SparsePolicy]:
+def _policies(
+    name: str, tokens: Sequence[int], predictor: str | None = None
+) -> dict[str, SparsePolicy]:
     """Return the policies to measure, by the name that tables show."""
     from dspark_hf.attention.policy import PRESETS
 
     if name == "none":
-        if tokens:
+        if tokens or predictor:
             raise ConfigError(
-                f"--tokens needs a policy; got --policy none with {list(tokens)}. Choose one of "
-                f"{sorted(PRESETS)}."
+                "--tokens and --predictor need a policy; got --policy none with "
+                f"{predictor or list(tokens)}. Choose one of {sorted(PRESETS)}."
             )
         return {}
     if name not in PRESETS:
         raise ConfigError(f"--policy must be one of {[*sorted(PRESETS), 'none']}; got {name!r}.")
-    preset = PRESETS[name]
+    preset = PRESETS[name] if predictor is None else _with_predictor(PRESETS[name], predictor)
     if not tokens:
         return {name: preset}
     return {f"{name} {count}": replace(preset, tokens=count) for count in sorted(set(tokens))}
@@ -149,6 +155,19 @@ def _with_prefill(policy: SparsePolicy) -> SparsePolicy:
     from dspark_hf.attention.policy import SparsePrefill
 
     return policy.replace(prefill=SparsePrefill(tokens=policy.tokens))
+
+
+def _with_predictor(policy: SparsePolicy, name: str) -> SparsePolicy:
+    from dspark_hf.attention.learned import load_predictor
+    from dspark_hf.attention.predictors import RecentPredictor
+
+    chosen = load_predictor(name)
+    if policy.mass is not None and isinstance(chosen, RecentPredictor):
+        raise ConfigError(
+            "--predictor recent must come with --policy fast: its scores tell nothing of the mass "
+            "that --policy quality asks for."
+        )
+    return policy.replace(predictor=chosen)
 
 
 def _plain(model: Any, tokenizer: Any, data: Any, context: int, scored: int) -> dict[str, Any]:

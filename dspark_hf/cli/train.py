@@ -1,4 +1,7 @@
-"""`dspark-hf train`: a block drafter for a target, from texts the target writes."""
+"""`dspark-hf train`: a block drafter for a target, from texts the target writes.
+
+`dspark-hf train predictor` is a command of its own below it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import Annotated, Any
 
 import typer
+
+from dspark_hf.cli.train_predictor import predictor
+from dspark_hf.errors import ConfigError
 
 TEXTS, DRAFTER, TRAINING, RESULT = "Texts", "Drafter", "Training", "Target and result"
 
@@ -19,6 +25,7 @@ train_app = typer.Typer(
     invoke_without_command=True,
     help="Train a block drafter for a target, or continue a run that was stopped.",
 )
+train_app.command()(predictor)
 
 
 @train_app.callback()
@@ -151,6 +158,12 @@ def train(
         if name not in ("ctx", "config")
     }
     if ctx.invoked_subcommand is not None:
+        given = [name for name, value in flags.items() if value is not None]
+        if config is not None or given:
+            raise ConfigError(
+                f"options of `train {ctx.invoked_subcommand}` must come behind its name; got "
+                f"{given or ['config']} before it. Put them behind."
+            )
         return
     from rich.console import Console
     from transformers.utils import logging as transformers_logging

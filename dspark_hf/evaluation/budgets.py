@@ -164,6 +164,7 @@ def calibrate_budgets(
     if queries < 1:
         raise ConfigError(f"queries must be at least 1; got {queries}.")
     choose_target(model).require_sparse(model, "Its layers do not select.")
+    chosen.require_fit(model)
     windows = spread_windows(tokenizer, data, context, min(MOST_WINDOWS, queries))
     per_window = max(1, queries // len(windows))
     sums: dict[int, NDArray[np.float64]] = {}
