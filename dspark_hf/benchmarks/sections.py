@@ -11,6 +11,7 @@ from dspark_hf.benchmarks.bench import contest
 from dspark_hf.benchmarks.comparing import count_unlike
 from dspark_hf.benchmarks.contest import decoding_only, whole_call
 from dspark_hf.benchmarks.drafting import drafter_section
+from dspark_hf.benchmarks.queueing import queue_section
 from dspark_hf.benchmarks.scheduling import scheduling_section
 from dspark_hf.benchmarks.stats import paired_ratios, spread
 from dspark_hf.benchmarks.unlike import never_slower_section
@@ -44,6 +45,7 @@ def run_section(name: str, bench: Bench) -> SectionResult:
         "scheduling": scheduling_section,
         "drafter": drafter_section,
         "never-slower": never_slower_section,
+        "queue": queue_section,
     }
     return sections[name](bench)
 

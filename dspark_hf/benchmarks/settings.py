@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dspark_hf.errors import ConfigError
 
 DEFAULT_SECTIONS = ("prompts", "context", "batch", "recheck")
-SECTIONS = (*DEFAULT_SECTIONS, "scheduling", "drafter", "never-slower")
+SECTIONS = (*DEFAULT_SECTIONS, "scheduling", "drafter", "never-slower", "queue")
 NEED_DRAFTER = frozenset({"scheduling", "drafter"})
 """Sections about one drafter; they and "never-slower" run only where they are named."""
 ROWS = (1, 2, 4, 8, 16)

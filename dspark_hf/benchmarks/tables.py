@@ -17,6 +17,7 @@ from dspark_hf.benchmarks.drafter_tables import (
     times,
 )
 from dspark_hf.benchmarks.markers import Table
+from dspark_hf.benchmarks.queue_tables import queue_tables
 from dspark_hf.benchmarks.settings import DTYPES, SECTIONS
 from dspark_hf.benchmarks.stats import ALL
 
@@ -43,7 +44,11 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
     tables: dict[str, list[Table]] = {}
     for section in SECTIONS:
         for dtype in DTYPES:
-            if (key := f"{section}-{dtype}") in runs:
+            if (key := f"{section}-{dtype}") in runs and section == "queue":
+                for name, table in queue_tables(runs[key], _note(runs[key], results)).items():
+                    tables[f"{name}-{dtype}"] = [table]
+                    tables.setdefault(name, []).append(table)
+            elif key in runs:
                 table = run_table(runs[key], results)
                 tables[key] = [table]
                 tables.setdefault(section, []).append(table)

@@ -14,11 +14,14 @@ from dspark_hf.serving.engine import Engine
 from dspark_hf.serving.handle import RequestHandle
 from dspark_hf.serving.prepare import prepare
 from dspark_hf.serving.request import Request
+from dspark_hf.serving.watch import watching
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from dspark_hf.serving.handle import RequestResult
@@ -148,6 +151,54 @@ class GenerationQueue:
                 for handle in handles:
                     handle.cancel()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of prompt beginnings and parked rows that are kept in host memory."""
+        return self._engine.places.keeper.store.host.num_bytes
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the queue does and did: plain nested dicts, see `serving.metrics`."""
+        return self._engine.snapshot()
+
+    def measure_bandwidth(self) -> float:
+        """Measure, between two steps, how many bytes per second this machine copies, once.
+
+        `metrics()` compares with it what the target's forwards read.
+        """
+        with self.model.dspark.lock:
+            return self._engine.metrics.measure_bandwidth()
+
+    def prometheus(self) -> str:
+        """Return `metrics()` in the text form that Prometheus reads.
+
+        Raises:
+            ConfigError: If prometheus-client is not installed.
+        """
+        try:
+            from dspark_hf.serving.exposition import exposition
+        except ImportError as error:
+            raise ConfigError(
+                "prometheus() needs the package prometheus-client; it is not installed. Run: "
+                "pip install 'dspark-hf[serve]'"
+            ) from error
+        return exposition(self.metrics())
+
+    def watch(
+        self, console: Console | None = None, refresh_per_s: float = 4.0
+    ) -> AbstractContextManager[None]:
+        """Show live, inside the context, what runs and waits; nothing where there is no terminal.
+
+        Args:
+            console: Where; standard error when None.
+            refresh_per_s: Pictures per second.
+        """
+        return watching(self.metrics, console, refresh_per_s)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken: it was not closed, and no fatal error ended it."""
+        return self._engine.is_open
+
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests and end.
 
@@ -183,13 +234,15 @@ class GenerationQueue:
         blocks: bool,
     ) -> RequestHandle:
         self._engine.require_open()
-        handle = RequestHandle(self._engine.cancel)
+        handle = RequestHandle(self._engine.cancel, self._engine.metrics.end)
         prepared = prepare(self.model, self.tokenizer, inputs, kwargs)
+        handle.stats.num_prompt_tokens = prepared.num_prompt_tokens
         deadline = None if deadline_s is None else handle.stats.submitted + deadline_s
         request = Request(prepared, handle, priority, deadline)
         self._engine.places.require_fit(request)
         request.listen(self.tokenizer)
         if not self._engine.put(request, blocks=blocks):
+            self._engine.metrics.refuse()
             raise QueueFullError(
                 f"max_pending requests, {self.config.max_pending}, wait already. Submit later, or "
                 'set when_full="block".'
