@@ -6,6 +6,7 @@
   committed; drafted >= verified >= accepted. A draft token behind a stop is not accepted.
 * *accepted length*: tokens committed per round, the target's own token included: new tokens after
   the prompt's first / rounds.
+* *hit rate*: accepted / drafted.
 * *acceptance by position*: of the rounds that tested draft position k (all before it accepted and
   it was verified), the share that accepted it.
 

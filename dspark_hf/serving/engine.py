@@ -16,6 +16,7 @@ import torch
 from dspark_hf.errors import CapacityError, DeadlineError, QueueClosedError, RequestCancelledError
 from dspark_hf.generation import export_rows, output_of
 from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, RUNNING, RequestResult
+from dspark_hf.serving.metrics import QueueMetrics, look
 from dspark_hf.serving.places import Places
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Engine:
         """
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.places = Places(model, settings, self._note_failure)
+        self.metrics = QueueMetrics(model, settings.max_rows)
         self.changed = threading.Condition()
         self.steps = 0
         self.is_closing = False
@@ -84,6 +86,11 @@ class Engine:
             self.changed.notify_all()
         return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether work is taken."""
+        return self.fatal is None and not self.is_closing
+
     def require_open(self) -> None:
         """Refuse work once the queue has ended.
 
@@ -96,6 +103,11 @@ class Engine:
             ) from self.fatal
         if self.is_closing:
             raise QueueClosedError("the queue is closed. Make a new one.")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what `QueueMetrics` counts, and what runs and waits now."""
+        with self.changed:
+            return self.metrics.snapshot(self.places)
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request at once; what it holds is freed after the step that is running."""
@@ -191,7 +203,7 @@ class Engine:
         most = self.settings.prefill_tokens if decoding else LONE_PREFILL_TOKENS
         starting = places.parts([row for row in rows if not is_fed(row)], most)
         made = [row.num_new_tokens for row in decoding]
-        begin = time.perf_counter()
+        before, begin = look(decoding, starting, places.decoder.target), time.perf_counter()
         try:
             with handle.lock:
                 places.decoder.trace = handle.tracer
@@ -202,6 +214,7 @@ class Engine:
             self._make_room(error)
             return
         seconds = time.perf_counter() - begin
+        self.metrics.observe(before, seconds)
         places.share([row for row, _ in starting])
         self.steps += 1
         places.guard.step_s = seconds
@@ -284,6 +297,7 @@ class Engine:
     def _run_alone(self, request: Request) -> None:
         """Decode a request in the model's own loop, while the others wait."""
         request.begin()
+        self.metrics.alone = request.handle
         request.handle.move_to(RUNNING)
         try:
             with self.model.dspark.lock:

@@ -30,6 +30,7 @@ class RequestStats:
         first_token: Its first token was committed.
         ended: It was done, failed or cancelled.
         preemptions: Times it was parked for another request.
+        num_prompt_tokens: Of its longest row.
         cached_tokens: Prompt tokens that were not computed again.
         records: One per row: drafted, accepted and so on.
     """
@@ -39,6 +40,7 @@ class RequestStats:
     first_token: float | None = None
     ended: float | None = None
     preemptions: int = 0
+    num_prompt_tokens: int = 0
     cached_tokens: int = 0
     records: list[SpeculationRecord] = field(default_factory=list)
 
@@ -82,12 +84,18 @@ class RequestHandle:
     without blocking an event loop. Any number of threads and tasks may read one handle.
     """
 
-    def __init__(self, cancel: Callable[[RequestHandle], None]) -> None:
+    def __init__(
+        self,
+        cancel: Callable[[RequestHandle], None],
+        on_end: Callable[[RequestHandle, str, BaseException | None], None] | None = None,
+    ) -> None:
         """Start waiting.
 
         Args:
             cancel: Tells the queue to drop the request.
+            on_end: Told once how the request ended, and of its error.
         """
+        self._on_end = on_end
         self.stats = RequestStats()
         self._cancel = cancel
         self._status = WAITING
@@ -237,6 +245,8 @@ class RequestHandle:
                 return False
             self.stats.ended = self.stats.since_submitted()
             self._status, self._result, self._error = status, result, error
+            if self._on_end is not None:
+                self._on_end(self, status, error)
             self._notify()
             return True
 

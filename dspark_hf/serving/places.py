@@ -51,6 +51,7 @@ class Places:
         self.budget = KvBudget(model, settings.kv_budget)
         self.guard = guard(model.dspark.drafter, settings)
         self.keeper = Keeper(model, settings)
+        self.preemptions = 0
         self._decoder: Decoder | None = None
         self._begun: set[int] = set()
 
@@ -71,6 +72,12 @@ class Places:
                 decoder.target.listen(taps, self._take)
             self._decoder = decoder
         return self._decoder
+
+    def held_tokens(self) -> int:
+        """Return the tokens whose keys and values the running rows hold."""
+        if self._decoder is None:
+            return 0
+        return sum(self._decoder.target.length(row.row_id) for row in self.rows)
 
     def rest(self) -> None:
         """Give the memory back; call it while nothing runs or waits."""
@@ -122,6 +129,7 @@ class Places:
         for row in reversed(request.active_rows):
             self.keeper.park(self.decoder.target, row)
         request.handle.stats.preemptions += 1
+        self.preemptions += 1
         request.handle.move_to(PARKED)
         self.running.remove(request)
         self.waiting.append(request)
