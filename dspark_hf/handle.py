@@ -293,6 +293,10 @@ class DSparkHandle:
             with self.lock:
                 self._sparse = before
 
+    def is_read_sparsely(self, config: DSparkConfig) -> bool:
+        """Tell whether a call is asked to read long contexts by a policy."""
+        return self._sparse is not None or config.sparse is not None
+
     def sparse_reading(self, config: DSparkConfig) -> SparseReading | None:
         """Return how a call reads long contexts: by the surrounding context, else by its config.
 

@@ -255,7 +255,9 @@ class DSparkForCausalLM:
             **model_kwargs,
         )
         reason = "only Transformers knows how this call is assisted"
-        return takeover.run_own_loop(self.dspark, reason, generation_config, input_ids, assisted)
+        return takeover.run_own_loop(
+            self.dspark, self._settings(), reason, generation_config, input_ids, assisted
+        )
 
     def _beam_search(
         self,
@@ -276,7 +278,7 @@ class DSparkForCausalLM:
             **kwargs,
         )
         return takeover.run_own_loop(
-            self.dspark, "beam search", generation_config, input_ids, beams
+            self.dspark, self._settings(), "beam search", generation_config, input_ids, beams
         )
 
     def _decode(self, call: Call, settings: DSparkConfig, drafter: Drafter | None) -> Any:

@@ -93,7 +93,7 @@ def decode_call(
     if reason is None and _capturing.get():
         raise PreparedCall(handle, config=config, call=call, drafter=drafter)
     if reason is not None:
-        return run_own_loop(handle, reason, call.generation_config, call.input_ids, own)
+        return run_own_loop(handle, config, reason, call.generation_config, call.input_ids, own)
     with handle.lock:
         decoder = handle.decoder(
             drafter,
@@ -116,6 +116,7 @@ def _first_positions(call: generation.Call) -> int:
 
 def run_own_loop(
     handle: DSparkHandle,
+    config: DSparkConfig,
     reason: str,
     generation_config: Any,
     input_ids: torch.Tensor,
@@ -125,6 +126,7 @@ def run_own_loop(
 
     Args:
         handle: The wrapped model's state.
+        config: Settings of the call.
         reason: Why, for the log line and `metrics.fallback_reasons`.
         generation_config: Settings of the call as generate() prepared them.
         input_ids: Prompts, of shape (B, length).
@@ -134,10 +136,17 @@ def run_own_loop(
         Any: What it returns; a dict output gets one record per row as `speculation`.
     """
     if _capturing.get():
-        again = functools.partial(run_own_loop, handle, reason, generation_config, input_ids, own)
+        again = functools.partial(
+            run_own_loop, handle, config, reason, generation_config, input_ids, own
+        )
         raise PreparedCall(handle, run_alone=again)
     handle.metrics.count_fallback(reason)
     handle.warn_once(f"This call runs in the model's own loop: {reason}.")
+    if handle.is_read_sparsely(config):
+        handle.warn_once(
+            "Sparse attention does not act in the model's own loop: calls there read all of their "
+            "context."
+        )
     output = own()
     is_dict = not isinstance(output, torch.Tensor)
     new = (output["sequences"] if is_dict else output)[:, input_ids.shape[1] :]

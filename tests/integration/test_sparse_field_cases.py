@@ -19,12 +19,13 @@ import pytest
 import torch
 
 import tiny
+from dspark_hf import DSparkConfig
 from dspark_hf.attention.pages import PAGE
 from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.errors import InputError
 from dspark_hf.evaluation import perplexity_drift
 from dspark_hf.values import Feed
-from harness import generate, noisy_copy, paths, wrapped
+from harness import CONFIG, generate, noisy_copy, paths, wrapped
 from sparse_rows import ALL, LEAST, ROUNDING, error, feed, sparse_target
 
 NEW = 12
@@ -201,6 +202,25 @@ def test_forwards_outside_generate_see_the_past_and_only_the_past(attention: str
             assert torch.equal(changed[:, :-1], plain[:, :-1])
             assert not torch.equal(changed[:, -1], plain[:, -1])
         assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("asks", ["context", "configuration"])
+def test_a_call_in_the_models_own_loop_says_that_it_reads_everything(
+    asks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, beams = llama(), {"num_beams": 2, "max_new_tokens": NEW}
+    dense = generate(model, PROMPTS[3:], **beams).sequences.tolist()
+    with wrapped(model, None, DSparkConfig(sparse=LEAST) if asks == "configuration" else CONFIG):
+        if asks == "context":
+            assert generate(model, PROMPTS[3:], **beams).sequences.tolist() == dense
+            assert "Sparse attention does not act" not in caplog.text
+            with model.dspark.sparse_attention(LEAST) as stats:
+                out = generate(model, PROMPTS[3:], **beams)
+        else:
+            out, stats = generate(model, PROMPTS[3:], **beams), model.dspark.sparse_stats
+    assert out.sequences.tolist() == dense
+    assert stats.calls == 0
+    assert "Sparse attention does not act in the model's own loop" in caplog.text
 
 
 def masked_logits(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
