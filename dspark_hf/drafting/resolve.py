@@ -139,11 +139,12 @@ def _from_checkpoint(
         return build_block_drafter(checkpoint, target, name=Path(source).name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=target.dtype)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # A broken file raises whatever its reader does: of JSON, safetensors, pickle, a config.
         raise CheckpointError(
             f"drafter must be one of {list(NAMES)} or the path or hub id of a "
             f"block drafter or a causal LM; loading "
-            f"{source!r} failed: {str(error).splitlines()[0]}"
+            f"{source!r} failed: {type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
         ) from error
     model.eval()
     if not hasattr(target, "hf_device_map"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PAGE_SIZE = 16
-"""Tokens per page of the key-value cache: finer than 32 at equal budget (sparse-notes, 2.1)."""
+"""Tokens per page of the key-value cache: finer than 32 at equal budget."""
 MIN_DOT = 16
 """Smallest side of a matrix product on tensor cores."""
 LOG2_E = 1.4426950408889634

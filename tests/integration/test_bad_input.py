@@ -171,7 +171,12 @@ def test_a_drafter_that_cannot_be_loaded_is_refused_and_the_model_stays_plain(
 ) -> None:
     model = llama()
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "missing", str(tmp_path / "empty"), "no/such-drafter"):
+    llama().save_pretrained(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    for path in (
+        tmp_path / "missing", str(tmp_path / "empty"), "no/such-drafter", tmp_path / "cut",
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match="drafter must be") as caught:
             DSparkForCausalLM.wrap(model, drafter=path)
         assert str(path) in str(caught.value)

@@ -70,7 +70,7 @@ def page_score(
     Cost: 2 * P * D elements per row and key head, 1/16 of its keys and values with pages of 16;
     plus 8 * G * T * P bytes of scores written and read.
     Source: Tang et al., Quest, arXiv:2406.10774, section 3 (the bound); softening, softmax and
-    group mean: measured in the project's sparse-notes, section 2.
+    group mean are this project's; README.md says what they gain.
     """
     require_shape("query", query, ("R", "Hq", "T", "D"))
     num_rows, num_heads, most, dim = query.shape

@@ -59,8 +59,8 @@ def page_select(
     Batch: a row's kept weights do not depend on other rows.
     Cost: two `topk` and one packing pass over R * Hkv * P values; on a GPU 3 to 5 launches, no host
     synchronisation with an int budget or with `max_budget`.
-    Source: Tang et al., Quest, arXiv:2406.10774 (top-K pages); the joint choice over heads:
-    measured in the project's sparse-notes, section 3.1.
+    Source: Tang et al., Quest, arXiv:2406.10774 (top-K pages); the joint choice over heads
+    is this project's.
     """
     require_shape("weights", weights, ("R", "Hkv", "P"))
     require_dtype("weights", weights, (torch.float32,))

@@ -61,7 +61,7 @@ def update_page_summaries(
     Batch: a row's result does not depend on other rows.
     Cost: reads the touched pages of the keys once and writes 2 * D elements a page and key head.
     Source: Tang et al., Quest, arXiv:2406.10774, section 3.2; middle and spread instead of maximum
-    and minimum make the softened bound two plain products (the project's sparse-notes, 2.2).
+    and minimum make the softened bound two plain products.
     """
     require_shape("key", key, ("slots", "Hkv", "S", "D"))
     num_slots, num_kv, _, dim = key.shape
