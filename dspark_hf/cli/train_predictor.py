@@ -43,8 +43,8 @@ def predictor(
 ) -> None:
     """Train a page predictor for sparse attention on what the model itself attends to.
 
-    A part of the text is held out: layers that it reads no better with the trained predictor keep
-    the untrained one, and the figures shown are measured on it.
+    A part of the text is held out: layers for which the trained predictor chooses no better pages
+    of it keep the untrained choice, and the figures shown are measured on another part.
     """
     from dspark_hf.cli import session
     from dspark_hf.training.predictor import PredictorSettings, train_predictor
@@ -58,8 +58,8 @@ def predictor(
     path = trained.save(out)
     _show(layers, settings)
     Console(highlight=False).print(
-        f"The predictor is in {path} ({path.stat().st_size / 2**20:.1f} MiB); {len(trained.gates)} "
-        f"of {len(layers)} layers have learned something.",
+        f"The predictor is in {path} ({path.stat().st_size / 2**20:.1f} MiB); "
+        f"{sum(each.steps > 0 for each in layers)} of {len(layers)} layers choose better pages.",
         soft_wrap=True,
     )
 

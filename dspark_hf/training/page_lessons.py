@@ -100,11 +100,10 @@ class Lesson:
             total += float(mass.flatten()[order].sum()) / num_kv
         return total / len(self.samples.pages)
 
-    def error(self, scores: torch.Tensor) -> float:
-        """Return how far the estimated log mass of the free pages is off, the mean, in nats."""
+    def errors(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return how far the estimated log mass of the free pages is off, in nats, (Hkv, G, Q)."""
         estimate = (scores + math.log(PAGE)).masked_fill(~self.free, UNSEEN).logsumexp(dim=-1)
-        true = self.samples.log_mass.masked_fill(~self.free, UNSEEN).logsumexp(dim=-1)
-        return float((estimate - true).mean())
+        return estimate - self.samples.log_mass.masked_fill(~self.free, UNSEEN).logsumexp(dim=-1)
 
 
 @torch.no_grad()
@@ -127,5 +126,5 @@ def measure(gate: PageGate | None, lessons: Sequence[Lesson], budget: int) -> Qu
     return Quality(
         loss=sum(float(each.loss(scores)) for each, scores in scored) / count,
         captured=sum(each.captured(scores, budget) for each, scores in scored) / count,
-        error=sum(each.error(scores) for each, scores in scored) / count,
+        error=sum(float(each.errors(scores).mean()) for each, scores in scored) / count,
     )

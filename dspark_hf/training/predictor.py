@@ -3,7 +3,8 @@
 The target of a query head is its own attention, summed by page. Pages that a policy always reads
 count as one class, with their true mass: they need no score, and as they anchor the others, scores
 become estimates of log mass, not only of an order. A layer keeps its gate only if text that it was
-not trained on is read better with it.
+not trained on is read better with it; otherwise only what moves the bound's scores to their height,
+which chooses the same pages.
 
 Source: distilling attention summed by block, SeerAttention (Gao et al., arXiv:2410.13276); the
 per-head target and the anchor are ours.
@@ -110,9 +111,9 @@ class LayerReport:
 
     Attributes:
         layer: Its index.
-        steps: Steps its gate was trained; 0 for none kept.
+        steps: Steps its correction was trained; 0 if none was kept, and pages are the bound's.
         bound: Of the softened bound.
-        learned: Of the gate; the bound's if none was kept.
+        learned: Of what was kept.
         best: Share of attention that the best choice of as many pages captures.
     """
 
@@ -256,8 +257,9 @@ def fit_gate(
         settings: Steps, learning rate, and the budget at which attention must be captured.
 
     Returns:
-        tuple[PageGate | None, int]: The gate and its steps; None and 0 if on `stop` it has not
-        both a lower loss and more captured attention than the bound.
+        tuple[PageGate | None, int]: The gate and its steps, if on `stop` it has both a lower loss
+        and more captured attention than the bound. Else one of offsets only and 0, if its loss is
+        lower; else None and 0.
     """
     gate = PageGate(**{n: t.clone().requires_grad_() for n, t in start.parameters().items()})
     rates: list[dict[str, Any]] = [
@@ -279,10 +281,20 @@ def fit_gate(
             least, best, best_step = loss, PageGate(**copy), step
         elif step - best_step > PATIENCE * LOOK_EVERY:
             break
-    if best is None:
-        return None, 0
-    learned, bound = (measure(each, stop, settings.budget).captured for each in (best, None))
-    return (best, best_step) if learned > bound else (None, 0)
+    bound = measure(None, stop, settings.budget)
+    if best is not None and measure(best, stop, settings.budget).captured > bound.captured:
+        return best, best_step
+    level = _levelled(start, train)
+    return (level if mean_loss(level, stop) < bound.loss else None), 0
+
+
+@torch.no_grad()
+def _levelled(start: PageGate, lessons: Sequence[Lesson]) -> PageGate:
+    """Return a gate of offsets only: those that are right for the bound, on average by head."""
+    errors = torch.cat([each.errors(each.scores(None)) for each in lessons], dim=-1)
+    return PageGate(
+        torch.zeros_like(start.query), torch.zeros_like(start.page), -errors.mean(dim=-1)
+    )
 
 
 def _report(
