@@ -186,6 +186,11 @@ class RowCriteria:
         """Whether some criterion is asked with tensors, scores included."""
         return bool(self._others)
 
+    @property
+    def is_stateless(self) -> bool:
+        """Whether each answer follows from the row's prefix alone."""
+        return all(type(c) in PER_ROW_CRITERIA or getattr(c, PER_ROW, False) for c in self._others)
+
     def restart(self) -> None:
         """Let time limits run from now on: a row that waited for its turn has not decoded yet."""
         self._others = [

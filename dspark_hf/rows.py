@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from dspark_hf.metrics import SpeculationRecord
 from dspark_hf.verification.acceptance import Coupled, Greedy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from dspark_hf.processing import RowCriteria, RowProcessors
     from dspark_hf.values import Warp
@@ -87,6 +88,13 @@ class Row:
         """Whether which drafts are verified shapes the text: not if greedy, not if coupled."""
         return not isinstance(self.rule, Greedy | Coupled)
 
+    @property
+    def can_restore(self) -> bool:
+        """Whether tokens alone say how far the row is: no scores are kept, nothing keeps state."""
+        keeps_scores = self.scores is not None or self.logits is not None
+        is_stateless = self.processors.is_stateless and self.criteria.is_stateless
+        return is_stateless and not keeps_scores
+
     def room(self) -> int:
         """Return how many draft tokens a round may verify before a length limit is passed."""
         room = 1 << 30
@@ -111,6 +119,33 @@ class Row:
             self.scores.append(scores.clone())
         if self.logits is not None:
             self.logits.append(logits.clone())
+        self._append(token, drafted=drafted)
+        if self.on_token is not None:
+            self.on_token(token)
+        history = None
+        if self.scores is not None and self.criteria.has_custom:
+            history = tuple(score[None] for score in self.scores)
+        self.finished = self.criteria.is_met(self.ids, self.prefix, history)
+
+    def restore(self, tokens: Sequence[int]) -> None:
+        """Take over tokens that were committed elsewhere; nobody is told of them.
+
+        The row goes on from them. Its random stream starts anew, keyed by how many they are: the
+        old stream's numbers have shaped these tokens and must not shape what follows.
+
+        Args:
+            tokens: All that the row has had, in order; it must be new, and `can_restore`.
+        """
+        if not tokens:
+            return
+        for token in tokens:
+            self._append(token, drafted=False)
+        name = f"{self.generator.initial_seed()}/{len(tokens)}".encode()
+        key = hashlib.blake2b(name, digest_size=8).digest()
+        self.generator.manual_seed(int.from_bytes(key, "big") >> 1)
+        self.finished = self.criteria.is_met(self.ids, self.prefix, None)
+
+    def _append(self, token: int, *, drafted: bool) -> None:
         length = self.pad + len(self.ids)
         if length == len(self._buffer):
             self._buffer = torch.cat([self._buffer, torch.empty_like(self._buffer)])
@@ -118,9 +153,3 @@ class Row:
         self.ids.append(token)
         self.record.new_tokens += 1
         self.record.accepted_mask.append(drafted)
-        if self.on_token is not None:
-            self.on_token(token)
-        history = None
-        if self.scores is not None and self.criteria.has_custom:
-            history = tuple(score[None] for score in self.scores)
-        self.finished = self.criteria.is_met(self.ids, self.prefix, history)

@@ -176,7 +176,9 @@ class Engine:
         if alone is not None:
             self._run_alone(alone)
         if self.places.running:
-            self._round()
+            # A request may have come with all its tokens.
+            if self.places.rows:
+                self._round()
             self._hand_back()
 
     def _drop(self) -> None:
@@ -271,7 +273,8 @@ class Engine:
         if call is None:
             raise CapacityError("a request without rows has no result.")
         cache = None
-        if call.generation_config.return_dict_in_generate:
+        wants_cache = call.generation_config.return_dict_in_generate
+        if wants_cache and all(decoder.is_fed(row) for row in request.rows):
             cache = export_rows(self.model, call, request.rows, decoder)
         for row in request.rows:
             row.record.path = decoder.target.path

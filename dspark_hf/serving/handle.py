@@ -104,6 +104,7 @@ class RequestHandle:
         self._result: RequestResult | None = None
         self._error: BaseException | None = None
         self._wakers: list[Callable[[], None]] = []
+        self._followers: list[Callable[[str], None]] = []
 
     @property
     def status(self) -> str:
@@ -216,8 +217,21 @@ class RequestHandle:
     def move_to(self, status: str) -> None:
         """Note where the request is now."""
         with self._changed:
-            if not self.is_ended:
-                self._status = status
+            if self.is_ended or self._status == status:
+                return
+            self._status = status
+            for call in self._followers:
+                call(status)
+
+    def follow(self, call: Callable[[str], None]) -> None:
+        """Call back with the present status, and with each one that the request moves to.
+
+        Args:
+            call: Must be quick and must not wait for the request.
+        """
+        with self._changed:
+            call(self._status)
+            self._followers.append(call)
 
     def add(self, piece: Any) -> None:
         """Add a piece."""
@@ -248,6 +262,8 @@ class RequestHandle:
             if self._on_end is not None:
                 self._on_end(self, status, error)
             self._notify()
+            for call in self._followers:
+                call(status)
             return True
 
     def _notify(self) -> None:

@@ -149,7 +149,7 @@ class Places:
     def share(self, rows: Sequence[Row]) -> None:
         """Keep the beginnings of prompts that have just been read, for others."""
         for row in rows:
-            if row.num_new_tokens:
+            if self.decoder.is_fed(row):
                 self.keeper.share(self.decoder.target, row)
 
     def keep_to_budget(self) -> None:

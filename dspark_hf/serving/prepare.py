@@ -16,10 +16,11 @@ from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.eligibility import cached_tokens
 from dspark_hf.errors import ConfigError, InputError
 from dspark_hf.generation import make_rows
+from dspark_hf.serving.resume import restore
 from dspark_hf.takeover import PreparedCall, capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -62,7 +63,11 @@ class Prepared:
 
 
 def prepare(
-    model: Any, tokenizer: PreTrainedTokenizerBase | None, inputs: Any, kwargs: dict[str, Any]
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    inputs: Any,
+    kwargs: dict[str, Any],
+    committed: Sequence[Sequence[int]] = (),
 ) -> Prepared:
     """Prepare a request.
 
@@ -71,6 +76,7 @@ def prepare(
         tokenizer: Its tokenizer; needed for text, chats and stop strings.
         inputs: Text; ids as a list, or a tensor (T,) or (B, T); or chat messages.
         kwargs: Of generate().
+        committed: New tokens that each row has from elsewhere; none for none.
 
     Returns:
         Prepared: What can be decoded.
@@ -79,11 +85,11 @@ def prepare(
         InputError: If the inputs are none of these, or empty.
         ConfigError: If a setting that a queue's rows share differs from the model's.
     """
-    encoded, returns_text = encode(model, tokenizer, inputs)
-    kwargs = {**encoded, **kwargs}
+    ids, returns_text = encode(tokenizer, inputs)
+    ids = ids.to(compat.input_device(model))
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kwargs}
     if tokenizer is not None and "stop_strings" in kwargs:
         kwargs.setdefault("tokenizer", tokenizer)
-    ids = encoded["input_ids"]
     with capturing():
         try:
             model.generate(**kwargs)
@@ -95,6 +101,11 @@ def prepare(
                 "generate() for it."
             )
     if prepared.run_alone is not None:
+        if committed:
+            raise ConfigError(
+                "committed must be empty for a call that runs in the model's own loop, which "
+                f"starts from prompts; got tokens of {len(committed)} rows."
+            )
         return Prepared([], None, None, None, prepared.run_alone, ids.shape[1], returns_text)
     call, config = prepared.call, prepared.config
     if call is None or config is None:
@@ -109,16 +120,16 @@ def prepare(
         )
     rows = make_rows(prepared.handle.model, call, config)
     longest = max(len(row.ids) for row in rows)
+    if committed:
+        restore(model, rows, committed)
     return Prepared(rows, call, config, prepared.drafter, None, longest, returns_text)
 
 
-def encode(
-    model: Any, tokenizer: PreTrainedTokenizerBase | None, inputs: Any
-) -> tuple[dict[str, torch.Tensor], bool]:
-    """Turn what was submitted into generate()'s inputs.
+def encode(tokenizer: PreTrainedTokenizerBase | None, inputs: Any) -> tuple[torch.Tensor, bool]:
+    """Turn what was submitted into token ids.
 
     Returns:
-        tuple: input_ids and attention_mask of shape (B, T); and whether text comes back.
+        tuple: Ids of shape (B, T); and whether text comes back.
 
     Raises:
         InputError: If it is no text, ids or chat, or holds nothing.
@@ -127,7 +138,7 @@ def encode(
         if tokenizer is None:
             raise InputError(
                 "inputs must be token ids where the queue has no tokenizer; got text. Pass "
-                "tokenizer= to GenerationQueue."
+                "tokenizer= to the queue."
             )
         if isinstance(inputs, str):
             ids = tokenizer(inputs)["input_ids"]
@@ -135,24 +146,19 @@ def encode(
             ids = tokenizer.apply_chat_template(
                 inputs, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        return _batch(model, torch.tensor([ids], dtype=torch.long)), True
+        return torch.tensor([ids], dtype=torch.long), True
     if isinstance(inputs, torch.Tensor):
         ids = inputs[None] if inputs.dim() == 1 else inputs
         if ids.dim() == 2 and not ids.is_floating_point():
-            return _batch(model, ids), False
+            return ids, False
     elif isinstance(inputs, list | tuple) and all(
         isinstance(i, int) and not isinstance(i, bool) for i in inputs
     ):
-        return _batch(model, torch.tensor([list(inputs)], dtype=torch.long)), False
+        return torch.tensor([list(inputs)], dtype=torch.long), False
     raise InputError(
         "inputs must be text, token ids (a list of integers, or a tensor of shape (T,) or (B, T)), "
         f"or chat messages with 'role' and 'content'; got {_described(inputs)}."
     )
-
-
-def _batch(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    ids = ids.to(compat.input_device(model))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _is_chat(inputs: Any) -> bool:

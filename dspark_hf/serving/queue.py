@@ -14,10 +14,11 @@ from dspark_hf.serving.engine import Engine
 from dspark_hf.serving.handle import RequestHandle
 from dspark_hf.serving.prepare import prepare
 from dspark_hf.serving.request import Request
+from dspark_hf.serving.resume import follow
 from dspark_hf.serving.watch import watching
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from dspark_hf.serving.handle import RequestResult
+    from dspark_hf.serving.resume import OnToken
 
 
 class GenerationQueue:
@@ -99,12 +101,56 @@ class GenerationQueue:
             CapacityError: If they cannot fit the model or the memory for keys and values.
             ValueError: If a setting is wrong, as generate() says it.
         """
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise ConfigError(f"priority must be an integer; got {priority!r}.")
-        if deadline_s is not None and not deadline_s > 0:
-            raise ConfigError(f"deadline_s must be above 0, in seconds; got {deadline_s!r}.")
+        check_order(priority, deadline_s)
         return self._submit(
             inputs, generation_kwargs, priority, deadline_s, blocks=self.config.when_full == "block"
+        )
+
+    def resume(
+        self,
+        inputs: Any,
+        committed: Sequence[Sequence[int]],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_token: OnToken | None = None,
+        **generation_kwargs: Any,
+    ) -> RequestHandle:
+        """Submit a request that was begun elsewhere; it goes on from the tokens it has.
+
+        Greedy and coupled texts are those of an unbroken call. Rejection sampling keeps its
+        distribution, but not its random stream, which starts anew: the text is not the one that the
+        unbroken call would have come to. Time limits start anew too. The handle gives the pieces
+        that come now; result and statistics are of all tokens, rounds and acceptance of new ones.
+
+        Where scores or logits are kept, or processors or criteria may keep state, tokens alone do
+        not say how far the request is: it is decoded from its prompt again, and must come to the
+        same tokens.
+
+        Args:
+            inputs: As for `submit`, and the same as elsewhere.
+            committed: Each row's new tokens so far; empty for a request that is new.
+            priority: As for `submit`.
+            deadline_s: As for `submit`.
+            on_token: Called with the place of a row in the call and each new token of it, in the
+                queue's thread.
+            **generation_kwargs: As for `submit`, and the same as elsewhere.
+
+        Returns:
+            RequestHandle: Which fails with QueueError where the same tokens do not come again.
+
+        Raises:
+            ConfigError: If `committed` does not fit the rows; else as `submit`.
+        """
+        check_order(priority, deadline_s)
+        return self._submit(
+            inputs,
+            generation_kwargs,
+            priority,
+            deadline_s,
+            blocks=self.config.when_full == "block",
+            committed=committed,
+            on_token=on_token,
         )
 
     def map(
@@ -232,15 +278,20 @@ class GenerationQueue:
         deadline_s: float | None,
         *,
         blocks: bool,
+        committed: Sequence[Sequence[int]] = (),
+        on_token: OnToken | None = None,
     ) -> RequestHandle:
         self._engine.require_open()
         handle = RequestHandle(self._engine.cancel, self._engine.metrics.end)
-        prepared = prepare(self.model, self.tokenizer, inputs, kwargs)
+        prepared = prepare(self.model, self.tokenizer, inputs, kwargs, committed)
         handle.stats.num_prompt_tokens = prepared.num_prompt_tokens
         deadline = None if deadline_s is None else handle.stats.submitted + deadline_s
         request = Request(prepared, handle, priority, deadline)
         self._engine.places.require_fit(request)
-        request.listen(self.tokenizer)
+        request.listen(self.tokenizer, committed[0] if committed else ())
+        if committed or on_token is not None:
+            for row in request.rows:
+                follow(row, committed[row.place] if committed else (), on_token)
         if not self._engine.put(request, blocks=blocks):
             self._engine.metrics.refuse()
             raise QueueFullError(
@@ -248,3 +299,15 @@ class GenerationQueue:
                 'set when_full="block".'
             )
         return handle
+
+
+def check_order(priority: Any, deadline_s: Any) -> None:
+    """Refuse what cannot say when a request goes.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise ConfigError(f"priority must be an integer; got {priority!r}.")
+    if deadline_s is not None and not deadline_s > 0:
+        raise ConfigError(f"deadline_s must be above 0, in seconds; got {deadline_s!r}.")

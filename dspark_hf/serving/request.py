@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from dspark_hf.serving.order import PROMPT_WEIGHT, Lengths, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -71,17 +71,23 @@ class Request:
         """Rows that are not finished."""
         return [row for row in self.rows if not row.finished]
 
-    def listen(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def listen(
+        self, tokenizer: PreTrainedTokenizerBase | None, committed: Sequence[int] = ()
+    ) -> None:
         """Give the first row's tokens to the handle as they are committed.
 
         Args:
             tokenizer: Of the queue.
+            committed: Tokens that the first row has had, of which pieces were given elsewhere.
         """
         if not self.rows:
             return
         give: Callable[[int], None] = self.handle.add
         if self.prepared.returns_text and tokenizer is not None:
-            pieces = self.pieces = TextPieces(tokenizer, self.handle.add)
+            pieces = self.pieces = TextPieces(tokenizer, lambda _: None)
+            for token in committed:
+                pieces.put(torch.tensor([token]))
+            pieces.give = self.handle.add
             give = lambda token: pieces.put(torch.tensor([token]))  # noqa: E731 - one of two
         streaming = self.rows[0].on_token
 
