@@ -105,7 +105,8 @@ class SparsePrefill:
 
     Attributes:
         tokens: Tokens before the block read per key head on average over a layer's heads, in whole
-            pages, sink and recent pages among them. The block itself is read on top.
+            pages, sink and recent pages among them, times the budget's factor of the layer. The
+            block itself is read on top.
         mass: Share of attention that must be captured by estimate, or more pages are read, up to
             four times `tokens`; None reads `tokens` and no more.
         block: Queries that share a choice of pages, 64 or 128.

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf.attention.leaders import LEADERS
 from dspark_hf.attention.pages import PAGE
+from dspark_hf.attention.policy import StepSignals
 from dspark_hf.attention.predictors import scores_of_tokens
 from dspark_hf.attention.sparse import gather_pages
 from dspark_kernels.block_sparse_prefill.op import MAX_DIM, block_sparse_prefill
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
     from dspark_hf.attention.sparse import SparseRow
 
+CALM = StepSignals(steps=1 << 30)
+"""What budgets hear of a block: nothing that would make a step critical."""
 MAX_SCORES = 1 << 22
 """Scores held at once, over leaders, heads and pages: 16 MiB."""
 
@@ -122,7 +125,7 @@ def choose_pages(
     Args:
         leaders: Some of every block before one of `blocks`.
         summary: Of the pages before the last block, at least.
-        policy: Predictor, sink and recent pages.
+        policy: Predictor, sink and recent pages, factor by layer.
         prefill: Budget.
         blocks: Numbers of the blocks, one behind the other.
         end: Tokens of the row; pages beyond are not read.
@@ -144,8 +147,11 @@ def choose_pages(
     is_kept = (page < policy.sink_pages) | (page >= starts - policy.recent_pages)
     ranked = ranked.masked_fill(is_kept[:, None], 2.0)
     ranked = ranked.masked_fill((page >= starts)[:, None], -1.0).flatten(1)
-    budget = prefill.tokens // PAGE * num_kv
-    best = ranked.topk(min(prefill.ceiling // PAGE * num_kv, ranked.shape[1]))
+    factor = policy.budget.factor(layer, CALM)
+    least = policy.sink_pages + policy.recent_pages
+    budget = max(int(prefill.tokens * factor) // PAGE, least) * num_kv
+    most = max(int(prefill.ceiling * factor) // PAGE, least) * num_kv
+    best = ranked.topk(min(most, ranked.shape[1]))
     wanted = torch.full((len(blocks), 1), budget, device=device)
     if prefill.mass is not None:
         padded = F.pad(shares, (0, num_pages - summary.shape[1])).flatten(1)

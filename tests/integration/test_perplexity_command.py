@@ -128,7 +128,6 @@ def test_a_preset_may_be_checked_with_a_needle(
         (("--policy", "none", "--prefill"), "prefill"),
         (("--policy", "none", "--tokens", 80), "--tokens"),
         (("--policy", "none", "--budgets", __file__), "--budgets"),
-        (("--policy", "fast", "--budgets", __file__, "--prefill"), "--budgets"),
         (("--policy", "fast", "--budgets", __file__), "LayerBudgets.save"),
         (("--tokens", 16), "tokens must cover"),
     ],

@@ -15,7 +15,7 @@ import torch
 from dspark_hf.attention import prefill
 from dspark_hf.attention.leaders import LEADERS, LeaderQueries
 from dspark_hf.attention.pages import PAGE, PageSummaries
-from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
+from dspark_hf.attention.policy import BoostedBudget, FlatBudget, SparsePolicy, SparsePrefill
 from dspark_hf.attention.predictors import BoundPredictor
 from dspark_hf.attention.prefill import attend_blocks, first_in_blocks
 from dspark_hf.attention.sparse import SparseRow, SparseStats
@@ -177,6 +177,21 @@ def test_a_predictor_of_single_tokens_is_asked_about_one_at_a_time() -> None:
     given = tensors((4, 2), 300)
     found = [attend(given, p)[1] for p in (SOME, SOME.replace(predictor=OneToken(2)))]
     assert error(*found) < EXACT
+
+
+def test_a_budget_by_layer_counts_for_blocks_and_a_boost_does_not() -> None:
+    given = tensors((4, 2), 640)
+    pages = []
+    for budget in (
+        FlatBudget((1.5,)),
+        BoostedBudget(boost=4.0, by_layer=(1.5,)),
+        FlatBudget((0.1,)),
+    ):
+        stats = SparseStats()
+        attend(given, SOME.replace(budget=budget), stats=stats)
+        pages.append(stats.prefill.pages_read // 2 - 9 * 4)
+    # Nine pages rather than six, where there are as many; and no fewer than those always read.
+    assert pages == [4 + 8 + 7 * 9] * 2 + [9 * 3]
 
 
 def test_asking_for_mass_reads_more_and_stops_at_four_times_the_tokens() -> None:
