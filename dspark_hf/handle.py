@@ -96,10 +96,12 @@ class DSparkHandle:
         Returns:
             Choice: Path and reason, one per dtype and attention implementation of the model.
         """
+        # The lock is held while a call is decoded; what is known need not wait for it.
+        known = self._choices.get(self._choice_key())
+        if known is not None:
+            return known
         with self.lock:
-            # Autocast rounds a float32 model as 16 bits do; what agrees there says nothing here.
-            is_cast = compat.is_autocast(self.model)
-            key = (self.model.dtype, compat.attention_name(self.model), is_cast)
+            key = self._choice_key()
             if key not in self._choices:
                 choice = choose_target(self.model)
                 self._choices[key] = choice
@@ -111,6 +113,11 @@ class DSparkHandle:
                         choice.reason,
                     )
             return self._choices[key]
+
+    def _choice_key(self) -> Any:
+        # Autocast rounds a float32 model as 16 bits do; what agrees there says nothing here.
+        is_cast = compat.is_autocast(self.model)
+        return (self.model.dtype, compat.attention_name(self.model), is_cast)
 
     def decoder(
         self,
