@@ -17,6 +17,7 @@ from dspark_hf.errors import CapacityError, DeadlineError, QueueClosedError, Req
 from dspark_hf.generation import export_rows, output_of
 from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, RUNNING, RequestResult
 from dspark_hf.serving.metrics import QueueMetrics, look
+from dspark_hf.serving.order import expected_delay_s
 from dspark_hf.serving.places import Places
 
 if TYPE_CHECKING:
@@ -103,6 +104,14 @@ class Engine:
             ) from self.fatal
         if self.is_closing:
             raise QueueClosedError("the queue is closed. Make a new one.")
+
+    def expected_delay_s(self) -> float:
+        """Return how long a request that is submitted now is expected to wait."""
+        places = self.places
+        with self.changed:
+            tickets = [r.ticket(places.lengths) for r in [*places.running, *places.waiting]]
+            remaining = [ticket.remaining for ticket in tickets]
+            return expected_delay_s(remaining, places.size.limit, places.size.token_s)
 
     def snapshot(self) -> dict[str, Any]:
         """Return what `QueueMetrics` counts, and what runs and waits now."""

@@ -30,6 +30,8 @@ class RequestStats:
         first_token: Its first token was committed.
         ended: It was done, failed or cancelled.
         preemptions: Times it was parked for another request.
+        moves: Times it went on in another replica, after its own had died or had more to do.
+        group: Of a router's groups, the one that took it.
         num_prompt_tokens: Of its longest row.
         cached_tokens: Prompt tokens that were not computed again.
         records: One per row: drafted, accepted and so on.
@@ -40,6 +42,8 @@ class RequestStats:
     first_token: float | None = None
     ended: float | None = None
     preemptions: int = 0
+    moves: int = 0
+    group: str | None = None
     num_prompt_tokens: int = 0
     cached_tokens: int = 0
     records: list[SpeculationRecord] = field(default_factory=list)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 HISTORY = 256
 """Finished rows that expected lengths follow from."""
+LONGEST_EXPECTED = 4096
+"""New tokens that a request without a limit is expected to get at most."""
 MIN_HISTORY = 8
 """Finished rows below which a row is expected to use all tokens it may."""
 PROMPT_WEIGHT = 0.125
@@ -123,6 +125,19 @@ class Lengths:
         if not longer:
             return float(most - made)
         return max(min(sum(longer) / len(longer), most) - made, 1.0)
+
+
+def expected_delay_s(remaining: Sequence[float], rows: int, token_s: float) -> float:
+    """Return how long a request that is submitted now is expected to wait for its turn.
+
+    Args:
+        remaining: Remaining work of each request that is there, in new tokens.
+        rows: Rows decoded together.
+        token_s: Expected seconds per new token of a row.
+    """
+    if len(remaining) < rows:
+        return 0.0
+    return token_s * sum(min(tokens, LONGEST_EXPECTED) for tokens in remaining) / rows
 
 
 class BatchSize:

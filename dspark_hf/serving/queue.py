@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
-
-from tqdm.auto import tqdm
 
 from dspark_hf.errors import ConfigError, QueueFullError
 from dspark_hf.model import DSparkForCausalLM
 from dspark_hf.queue_settings import QueueConfig
 from dspark_hf.serving.engine import Engine
 from dspark_hf.serving.handle import RequestHandle
+from dspark_hf.serving.mapping import results_in_order
 from dspark_hf.serving.prepare import prepare
 from dspark_hf.serving.request import Request
 from dspark_hf.serving.resume import follow
@@ -129,7 +127,7 @@ class GenerationQueue:
 
         Args:
             inputs: As for `submit`, and the same as elsewhere.
-            committed: Each row's new tokens so far; empty for a request that is new.
+            committed: Each row's new tokens so far; rows that are left out have none.
             priority: As for `submit`.
             deadline_s: As for `submit`.
             on_token: Called with the place of a row in the call and each new token of it, in the
@@ -172,30 +170,12 @@ class GenerationQueue:
         Raises:
             Exception: What the first failed request raised, where its result would have come.
         """
-        handles: list[RequestHandle] = []
-        source = iter(prompts)
-        total = len(prompts) if isinstance(prompts, Sized) else None
-        most = self.config.max_pending + self.config.max_rows
-        with tqdm(total=total, disable=not progress, unit="request") as bar:
-            try:
-                while True:
-                    while len(handles) < most:
-                        try:
-                            prompt = next(source)
-                        except StopIteration:
-                            break
-                        handles.append(
-                            self._submit(prompt, dict(generation_kwargs), 0, None, blocks=True)
-                        )
-                    if not handles:
-                        return
-                    result = handles[0].result()
-                    handles.pop(0)
-                    bar.update()
-                    yield result
-            finally:
-                for handle in handles:
-                    handle.cancel()
+        return results_in_order(
+            lambda prompt: self._submit(prompt, dict(generation_kwargs), 0, None, blocks=True),
+            prompts,
+            most=self.config.max_pending + self.config.max_rows,
+            progress=progress,
+        )
 
     @property
     def kept_bytes(self) -> int:
@@ -239,6 +219,16 @@ class GenerationQueue:
             refresh_per_s: Pictures per second.
         """
         return watching(self.metrics, console, refresh_per_s)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that a new token takes a row, averaged over the latest steps; 0 before any."""
+        return self._engine.places.size.token_s
+
+    @property
+    def expected_delay_s(self) -> float:
+        """Seconds that a request submitted now is expected to wait: 0 while a row is free."""
+        return self._engine.expected_delay_s()
 
     @property
     def is_open(self) -> bool:
@@ -291,7 +281,8 @@ class GenerationQueue:
         request.listen(self.tokenizer, committed[0] if committed else ())
         if committed or on_token is not None:
             for row in request.rows:
-                follow(row, committed[row.place] if committed else (), on_token)
+                known = committed[row.place] if row.place < len(committed) else ()
+                follow(row, known, on_token)
         if not self._engine.put(request, blocks=blocks):
             self._engine.metrics.refuse()
             raise QueueFullError(

@@ -24,13 +24,13 @@ def restore(model: Any, rows: Sequence[Row], committed: Sequence[Sequence[int]])
     Args:
         model: The target.
         rows: Of a request, new.
-        committed: Each row's tokens.
+        committed: Each row's tokens; rows that are left out have none.
 
     Raises:
-        ConfigError: If there are not as many lists as rows.
+        ConfigError: If there are more lists than rows.
         InputError: If the model has no such tokens.
     """
-    if len(committed) != len(rows):
+    if len(committed) > len(rows):
         raise ConfigError(
             f"committed must hold one list of tokens per row, {len(rows)}; got {len(committed)}."
         )
@@ -38,7 +38,7 @@ def restore(model: Any, rows: Sequence[Row], committed: Sequence[Sequence[int]])
         if tokens:
             check_inputs(model, torch.tensor([list(tokens)]), {})
     if all(row.can_restore for row in rows):
-        for row, tokens in zip(rows, committed, strict=True):
+        for row, tokens in zip(rows, committed, strict=False):
             row.restore(tokens)
 
 
