@@ -59,6 +59,7 @@ def render_card(
         "## How it was made\n",
         _texts(facts),
         _settings(facts, log),
+        _earlier(facts),
         f"Reproduced by:\n\n```\n{facts['command']}\n```\n",
         "## The run\n",
         _log(log),
@@ -198,6 +199,20 @@ def _settings(facts: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str
         if name != "steps" and (value != defaults[name] or name in ("batch_size", "anchors"))
     ]
     return _table(("training", "value"), rows)
+
+
+def _earlier(facts: Mapping[str, Any]) -> str:
+    """Say what drafter the run went on from; nothing where it began anew."""
+    if facts["settings"].get("from_drafter") is None:
+        return ""
+    runs = [
+        f"* {run['steps']:,} steps on {run['texts']:,} texts, {run['tokens']:,} tokens:\n\n"
+        f"```\n{run['command']}\n```\n"
+        for run in facts.get("earlier", [])
+    ]
+    if not runs:
+        return f"The run went on from the drafter {facts['settings']['from_drafter']}.\n"
+    return "The run went on from a drafter that was trained before, by:\n\n" + "\n".join(runs)
 
 
 def _log(log: Sequence[Mapping[str, Any]]) -> str:

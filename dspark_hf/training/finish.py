@@ -101,6 +101,7 @@ def finish(
         },
         "defaults": TrainSettings().as_dict(),
         "texts": _text_facts(inputs, result),
+        "earlier": earlier_runs(settings.from_drafter),
     }
     _write(folder / TRAINING_FILE, facts)
     calibration = folder / CALIBRATION
@@ -170,6 +171,25 @@ def log_lines(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / LOG_FILE).read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines if line.strip()]
     return sorted({r["step"]: r for r in records}.values(), key=lambda r: int(r["step"]))
+
+
+def earlier_runs(source: str | None) -> list[dict[str, Any]]:
+    """Return what is known of the runs that made the drafter training went on from, first to last.
+
+    Args:
+        source: Its folder or hub id; None where training began anew.
+    """
+    path = None if source is None else Path(source) / TRAINING_FILE
+    if path is None or not path.is_file():
+        return []
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    run = {
+        "command": facts["command"],
+        "steps": facts["settings"]["steps"],
+        "texts": facts["texts"]["texts"],
+        "tokens": facts["texts"]["tokens"],
+    }
+    return [*facts.get("earlier", []), run]
 
 
 def _describe(result: RunResult) -> dict[str, Any]:

@@ -79,6 +79,28 @@ def test_from_nothing_but_a_target_to_a_drafter_with_its_card(target, prompts, t
     invoke(*command)
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == before
     assert (out / "train_log.jsonl").read_text() == log
+    check_going_on(target, out, tmp_path / "on")
+
+
+def check_going_on(target, earlier, out):
+    """A run that goes on from that drafter tells so, and how that one was made."""
+    texts = earlier / "texts.jsonl"
+    invoke(
+        "--target", target, "--out", out, *QUICK, "--data", texts, "--no-calibrate",
+        "--from-drafter", earlier / "drafter",
+    )  # fmt: skip
+    facts = json.loads((out / "drafter" / "training.json").read_text())
+    first = json.loads((earlier / "drafter" / "training.json").read_text())
+    assert facts["earlier"] == [
+        {
+            "command": first["command"], "steps": first["settings"]["steps"],
+            "texts": first["texts"]["texts"], "tokens": first["texts"]["tokens"],
+        }
+    ]  # fmt: skip
+    card = (out / "drafter" / "README.md").read_text()
+    assert first["command"] in card
+    assert "went on from a drafter that was trained before" in card
+    assert str(out.parent) not in card
 
 
 def check_card(folder, command):
