@@ -16,6 +16,7 @@ from dspark_hf.cli.demo import demo
 from dspark_hf.cli.doctor import doctor
 from dspark_hf.cli.eval import eval_app
 from dspark_hf.cli.generate import generate
+from dspark_hf.cli.serve import serve
 from dspark_hf.cli.train import train_app
 from dspark_hf.cli.verify import verify
 from dspark_hf.errors import DSparkError
@@ -46,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(demo)
 app.command()(doctor)
 app.command()(verify)
