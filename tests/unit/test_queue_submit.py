@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
-
-import torch
-from transformers import StoppingCriteria
 
 import tiny
 from dspark_hf import GenerationQueue
 from harness import wrapped
-
-
-class Gate(StoppingCriteria):
-    """Holds a row, and the step it is in, until it is opened."""
-
-    dspark_per_row = True
-
-    def __init__(self) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.reached.set()
-        self.opened.wait(60)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+from served import Gate
 
 
 def test_submitting_does_not_wait_for_the_step_that_runs():
