@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from dspark_hf.drafting.base import FeatureDrafter
 from dspark_hf.drafting.block.taps import FeatureTaps
 from dspark_hf.drafting.self_sparse import SelfSparseDrafter
 from dspark_hf.errors import ConfigError
+from dspark_hf.fair_lock import FairLock
 from dspark_hf.metrics import LifetimeMetrics
 from dspark_hf.profiling import measure_profile, profile_key
 from dspark_hf.targets.select import Choice, choose_target
@@ -66,7 +66,7 @@ class DSparkHandle:
     drafter: Drafter | None
     metrics: LifetimeMetrics = field(default_factory=LifetimeMetrics)
     costs: StepCosts = field(default_factory=StepCosts)
-    lock: Any = field(default_factory=threading.RLock, repr=False)
+    lock: Any = field(default_factory=FairLock, repr=False)
     _choices: dict[Any, Choice] = field(default_factory=dict)
     _schedules: dict[Any, Schedule] = field(default_factory=dict)
     lookups: dict[int, LookupDrafter] = field(default_factory=dict, repr=False)
@@ -88,7 +88,7 @@ class DSparkHandle:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore with a lock of its own."""
         vars(self).update(state)
-        self.lock = threading.RLock()
+        self.lock = FairLock()
 
     def target_choice(self) -> Choice:
         """Return which target the model gets, checking it the first time.
@@ -114,7 +114,7 @@ class DSparkHandle:
                     )
             return self._choices[key]
 
-    def _choice_key(self) -> Any:
+    def _choice_key(self) -> tuple[Any, ...]:
         # Autocast rounds a float32 model as 16 bits do; what agrees there says nothing here.
         is_cast = compat.is_autocast(self.model)
         return (self.model.dtype, compat.attention_name(self.model), is_cast)
@@ -126,14 +126,16 @@ class DSparkHandle:
         num_positions: int,
         *,
         prefill_tokens: int | None = None,
+        reading: SparseReading | None = None,
     ) -> Decoder:
-        """Assemble a decoder for one call.
+        """Assemble a decoder for one call, or for those of a queue.
 
         Args:
             drafter: Who drafts.
             config: Settings of the call.
             num_positions: Tokens to make room for per row at first.
             prefill_tokens: Most prompt tokens fed at once; None for all.
+            reading: How rows read long contexts; None for all of them.
 
         Returns:
             Decoder: With an empty target.
@@ -143,7 +145,6 @@ class DSparkHandle:
         recheck = config.exactness == "recheck" and is_half
         target = self.target_choice().build(self.model, size, like_plain=recheck)
         self._note_block_size(drafter, config)
-        reading = self.sparse_reading(config)
         if reading is not None:
             target.read_all_sparsely(reading)
         if isinstance(drafter, SelfSparseDrafter):
