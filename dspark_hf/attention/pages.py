@@ -74,7 +74,11 @@ class PageSummaries:
         old = self.values
         if old is not None and old.shape[0] >= slots and old.shape[2] * PAGE >= positions:
             return old
-        self.values = keys.new_zeros(slots, heads, positions // PAGE, 2 * dim)
+        pages = positions // PAGE
+        if old is not None:
+            # Keys may have got fewer slots or positions, but not what is held here.
+            slots, pages = max(slots, old.shape[0]), max(pages, old.shape[2])
+        self.values = keys.new_zeros(slots, heads, pages, 2 * dim)
         if old is not None:
             self.values[: old.shape[0], :, : old.shape[2]] = old
         return self.values

@@ -53,6 +53,9 @@ class Target(Protocol):
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits.
 
+        If the model raises, rows hold what they held before; one that cannot be put back holds
+        nothing, and must be fed its tokens again.
+
         Args:
             feeds: At most one per row, each with at least one token.
 

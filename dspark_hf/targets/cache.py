@@ -47,23 +47,23 @@ class DSparkLayer(CacheLayerMixin):
         slots, positions = self.cache.num_slots, self.cache.num_positions
         # Zeros, not whatever memory holds: a masked NaN is still a NaN, and rows attended together
         # read one another's unused positions under the mask.
-        self.keys = key_states.new_zeros(
-            slots, key_states.shape[1], positions, key_states.shape[-1]
-        )
-        self.values = value_states.new_zeros(
-            slots, value_states.shape[1], positions, value_states.shape[-1]
+        self.keys, self.values = (
+            states.new_zeros(slots, states.shape[1], positions, states.shape[-1])
+            for states in (key_states, value_states)
         )
         self.is_initialized = True
 
-    def grow(self) -> None:
-        """Reallocate for the cache's slots and positions, keeping what is held."""
-        if not self.is_initialized:
+    def resize(self, slots: int, positions: int) -> None:
+        """Reallocate, keeping what is held; nothing has changed if there is no memory for it."""
+        if not self.is_initialized or self.keys.shape[0::2] == (slots, positions):
             return
-        old_keys, old_values = self.keys, self.values
-        self.lazy_initialization(old_keys, old_values)
-        slots, _, positions, _ = old_keys.shape
-        self.keys[:slots, :, :positions] = old_keys
-        self.values[:slots, :, :positions] = old_values
+        resized = []
+        for old in (self.keys, self.values):
+            new = old.new_zeros(slots, old.shape[1], positions, old.shape[3])
+            held = old[:slots, :, :positions]
+            new[: held.shape[0], :, : held.shape[2]] = held
+            resized.append(new)
+        self.keys, self.values = resized
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -102,11 +102,12 @@ class DSparkLayer(CacheLayerMixin):
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a row's tokens to another slot."""
-        if self.is_initialized:
+        # A row that was never fed may have a slot for which there was no memory.
+        if self.is_initialized and length:
             self.keys[target, :, :length] = self.keys[source, :, :length]
             self.values[target, :, :length] = self.values[source, :, :length]
-            self.summaries.move(source, target)
-            self.leaders.move(source, target)
+        self.summaries.move(source, target)
+        self.leaders.move(source, target)
 
     def get_seq_length(self) -> int:
         """Return the longest row's cached tokens."""
@@ -268,13 +269,22 @@ class DSparkCache(Cache):
         return cast("list[DSparkLayer]", self.layers)
 
     def _reserve(self, positions: int) -> None:
-        if positions <= self.num_positions and len(self.slots) <= self.num_slots:
+        slots, room = len(self.slots), self.num_positions
+        if positions <= room and slots <= self.num_slots:
             return
-        if positions > self.num_positions:
-            self.num_positions = _round_up(max(positions, int(self.num_positions * GROWTH)))
-        self.num_slots = max(len(self.slots), self.num_slots)
-        for layer in self.layers:
-            layer.grow()
+        if positions > room:
+            room = _round_up(max(positions, int(room * GROWTH)))
+        try:
+            self._resize(max(slots, self.num_slots), room)
+        except RuntimeError:
+            # There may be memory for what is needed now, without slots that nobody uses.
+            longest = max(positions, *self.lengths.values())
+            self._resize(slots, _round_up(longest))
+
+    def _resize(self, slots: int, positions: int) -> None:
+        for layer in self._own_layers():
+            layer.resize(slots, positions)
+        self.num_slots, self.num_positions = slots, positions
 
 
 def _round_up(positions: int) -> int:

@@ -76,7 +76,13 @@ class RowwiseTarget:
 
     def forward(self, feeds: Sequence[Feed]) -> list[torch.Tensor]:
         """Append tokens to rows and return their logits, as the Target protocol says."""
-        return [self._forward_row(feed) for feed in feeds]
+        before = [(feed.row_id, self.length(feed.row_id)) for feed in feeds]
+        try:
+            return [self._forward_row(feed) for feed in feeds]
+        except Exception:
+            for row_id, length in before:
+                self._take_back(row_id, length)
+            raise
 
     def _forward_row(self, feed: Feed) -> torch.Tensor:
         row = self._rows.get(feed.row_id)
@@ -187,6 +193,20 @@ class RowwiseTarget:
             row.ids.extend(pending)
         self._finish(row.cache)
         return row.cache
+
+    def _take_back(self, row_id: int, length: int) -> None:
+        """Put a row back to where it was before a forward that failed; forget it if it cannot."""
+        row = self._rows.get(row_id)
+        if row is None:
+            return
+        is_changed = row.is_running or self.length(row_id) > length
+        can_return = length > 0 and (row.snapshot is not None or _can_crop(row.cache))
+        if is_changed and not can_return:
+            self.free(row_id)
+        elif is_changed:
+            if row.is_running:
+                self._undo_broken_forward(row)
+            self.rollback(row_id, length)
 
     def _undo_broken_forward(self, row: _RowCache) -> None:
         """Take out what a forward that raised wrote to some of the layers."""
