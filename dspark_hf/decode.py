@@ -115,9 +115,13 @@ class Decoder:
         for (row, _), row_logits in zip(starting, logits[len(rows) :], strict=True):
             if not row.num_new_tokens and self.target.length(row.row_id) == len(row.ids):
                 self._guarded(row, Proposal(), row_logits)
-        num_tokens, context = sum(len(f.ids) for f in feeds), sum(s.context for s in states)
-        if rows:
-            self.schedule.observe(outcomes, num_tokens, context, verified - start)
+        if outcomes:
+            # What a forward costs that also reads prompts says nothing of drafts.
+            is_mixed = bool(starting) or len(outcomes) < len(rows)
+            seconds = None if is_mixed else verified - start
+            num_tokens = sum(len(feed.ids) for feed in feeds[: len(rows)])
+            context = sum(state.context for state in states)
+            self.schedule.observe(outcomes, num_tokens, context, seconds)
         other = perf_counter() - verified + start - drafted
         num_rows = len(rows) + len(starting)
         for row in rows:

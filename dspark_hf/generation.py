@@ -21,7 +21,7 @@ from dspark_hf.targets.select import position_limit
 from dspark_hf.verification.acceptance import AcceptanceRule, Coupled, Greedy, Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableSequence, Sequence
 
     from transformers import GenerationConfig, PreTrainedModel
     from transformers.cache_utils import Cache
@@ -65,7 +65,7 @@ class Call:
 
     input_ids: torch.Tensor
     processors: Sequence[Any]
-    criteria: Sequence[Any]
+    criteria: MutableSequence[Any]
     generation_config: GenerationConfig
     streamer: Any
     model_kwargs: dict[str, Any]
@@ -111,6 +111,7 @@ def make_rows(model: PreTrainedModel, call: Call, config: DSparkConfig) -> list[
                 greedy=not generation.do_sample,
                 device=call.input_ids.device,
                 limit=limit if is_hard else None,
+                max_draft_tokens=config.max_draft_tokens,
                 place=i,
                 on_token=_streaming(call.streamer),
                 scores=[] if wants and generation.output_scores else None,

@@ -255,9 +255,7 @@ class DSparkForCausalLM:
             **model_kwargs,
         )
         reason = "only Transformers knows how this call is assisted"
-        return takeover.run_own_loop(
-            self.dspark, self._settings(), reason, generation_config, input_ids, assisted
-        )
+        return takeover.run_own_loop(self.dspark, self._settings(), reason, call, assisted)
 
     def _beam_search(
         self,
@@ -268,18 +266,10 @@ class DSparkForCausalLM:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        beams = functools.partial(
-            super()._beam_search,  # type: ignore[misc]
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            *args,
-            **kwargs,
-        )
-        return takeover.run_own_loop(
-            self.dspark, self._settings(), "beam search", generation_config, input_ids, beams
-        )
+        prepared = (input_ids, logits_processor, stopping_criteria, generation_config)
+        beams = functools.partial(super()._beam_search, *prepared, *args, **kwargs)  # type: ignore[misc]
+        call = Call(*prepared, None, kwargs)
+        return takeover.run_own_loop(self.dspark, self._settings(), "beam search", call, beams)
 
     def _decode(self, call: Call, settings: DSparkConfig, drafter: Drafter | None) -> Any:
         """Decode a call here, or by the class's own sampling loop where that is right."""

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableSequence, Sequence
 
 HISTORY_FREE = frozenset(
     {
@@ -193,10 +193,7 @@ class RowCriteria:
 
     def restart(self) -> None:
         """Let time limits run from now on: a row that waited for its turn has not decoded yet."""
-        self._others = [
-            sc.MaxTimeCriteria(c.max_time) if type(c) is sc.MaxTimeCriteria else c
-            for c in self._others
-        ]
+        restart(self._others)
 
     def is_met(self, ids: Sequence[int], prefix: torch.Tensor, scores: Any) -> bool:
         """Tell whether the row stops after its newest token.
@@ -214,3 +211,10 @@ class RowCriteria:
         for criterion in self._others:
             stop |= bool(torch.as_tensor(criterion(prefix, scores)).any())
         return stop
+
+
+def restart(criteria: MutableSequence[Any]) -> None:
+    """Let time limits among a call's criteria run from now on, by new ones in their places."""
+    for place, criterion in enumerate(criteria):
+        if type(criterion) is sc.MaxTimeCriteria:
+            criteria[place] = sc.MaxTimeCriteria(criterion.max_time)

@@ -35,6 +35,7 @@ class Row:
         greedy: Whether tokens are the best ones rather than drawn.
         device: Where processors and criteria want the prefix.
         limit: Positions the model has; None without a limit.
+        max_draft_tokens: Most draft tokens of a round, whatever the schedule; None for no limit.
         place: Place in the batch of its call.
         on_token: Called with every committed token, for streaming.
         scores: Processed scores of every emitted token, or None when not wanted.
@@ -54,6 +55,7 @@ class Row:
     greedy: bool
     device: torch.device
     limit: int | None = None
+    max_draft_tokens: int | None = None
     place: int = 0
     on_token: Callable[[int], None] | None = None
     scores: list[torch.Tensor] | None = None
@@ -96,10 +98,10 @@ class Row:
         return is_stateless and not keeps_scores
 
     def room(self) -> int:
-        """Return how many draft tokens a round may verify before a length limit is passed."""
-        room = 1 << 30
+        """Return how many draft tokens a round may verify, and not pass a limit."""
+        room = 1 << 30 if self.max_draft_tokens is None else self.max_draft_tokens
         if self.criteria.max_tokens is not None:
-            room = self.criteria.max_tokens - len(self.ids) - 1
+            room = min(room, self.criteria.max_tokens - len(self.ids) - 1)
         if self.limit is not None:
             room = min(room, self.limit - len(self.ids))
         return max(room, 0)

@@ -32,7 +32,7 @@ class PreparedCall(BaseException):
     Attributes:
         handle: The wrapped model's state.
         config: Settings of the call.
-        call: As generate() prepared it; None if it must run alone.
+        call: As generate() prepared it.
         drafter: Who drafts.
         run_alone: Runs it in the model's own loop and returns what generate() returns; None if it
             can be decoded here, among other rows.
@@ -41,9 +41,9 @@ class PreparedCall(BaseException):
     def __init__(
         self,
         handle: DSparkHandle,
+        config: DSparkConfig,
+        call: generation.Call,
         *,
-        config: DSparkConfig | None = None,
-        call: generation.Call | None = None,
         drafter: Drafter | None = None,
         run_alone: Callable[[], Any] | None = None,
     ) -> None:
@@ -91,15 +91,16 @@ def decode_call(
     check_room(handle.model, call.input_ids, call.model_kwargs, call.generation_config)
     reason = _refusal(handle, config, call)
     if reason is None and _capturing.get():
-        raise PreparedCall(handle, config=config, call=call, drafter=drafter)
+        raise PreparedCall(handle, config, call, drafter=drafter)
     if reason is not None:
-        return run_own_loop(handle, config, reason, call.generation_config, call.input_ids, own)
+        return run_own_loop(handle, config, reason, call, own)
     with handle.lock:
         decoder = handle.decoder(
             drafter,
             config,
             _first_positions(call),
             prefill_tokens=call.generation_config.prefill_chunk_size,
+            reading=handle.sparse_reading(config),
         )
         rows = generation.make_rows(handle.model, call, config)
         output = generation.decode(handle.model, call, rows, decoder)
@@ -118,8 +119,7 @@ def run_own_loop(
     handle: DSparkHandle,
     config: DSparkConfig,
     reason: str,
-    generation_config: Any,
-    input_ids: torch.Tensor,
+    call: generation.Call,
     own: Callable[[], Any],
 ) -> Any:
     """Run the model's own loop, say so once, and count the tokens it made.
@@ -128,18 +128,15 @@ def run_own_loop(
         handle: The wrapped model's state.
         config: Settings of the call.
         reason: Why, for the log line and `metrics.fallback_reasons`.
-        generation_config: Settings of the call as generate() prepared them.
-        input_ids: Prompts, of shape (B, length).
-        own: Runs the loop.
+        call: The call.
+        own: Runs the loop on it.
 
     Returns:
         Any: What it returns; a dict output gets one record per row as `speculation`.
     """
     if _capturing.get():
-        again = functools.partial(
-            run_own_loop, handle, config, reason, generation_config, input_ids, own
-        )
-        raise PreparedCall(handle, run_alone=again)
+        again = functools.partial(run_own_loop, handle, config, reason, call, own)
+        raise PreparedCall(handle, config, call, run_alone=again)
     handle.metrics.count_fallback(reason)
     handle.warn_once(f"This call runs in the model's own loop: {reason}.")
     if handle.is_read_sparsely(config):
@@ -149,8 +146,8 @@ def run_own_loop(
         )
     output = own()
     is_dict = not isinstance(output, torch.Tensor)
-    new = (output["sequences"] if is_dict else output)[:, input_ids.shape[1] :]
-    ends = generation_config._eos_token_tensor  # noqa: SLF001 - generate()'s prepared value
+    new = (output["sequences"] if is_dict else output)[:, call.input_ids.shape[1] :]
+    ends = call.generation_config._eos_token_tensor  # noqa: SLF001 - generate()'s prepared value
     handle.metrics.last = [
         SpeculationRecord(path="transformers", new_tokens=_own_length(row, ends)) for row in new
     ]

@@ -9,20 +9,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark_hf.errors import CapacityError, DeadlineError, QueueClosedError, RequestCancelledError
+from dspark_hf.errors import QueueClosedError, RequestCancelledError
 from dspark_hf.generation import export_rows, output_of
 from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, RUNNING, RequestResult
+from dspark_hf.serving.memory import is_out_of_memory, refusal
 from dspark_hf.serving.metrics import QueueMetrics, look
 from dspark_hf.serving.order import expected_delay_s
 from dspark_hf.serving.places import Places
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedTokenizerBase
 
+    from dspark_hf.metrics import SpeculationRecord
     from dspark_hf.queue_settings import QueueConfig
     from dspark_hf.rows import Row
     from dspark_hf.serving.handle import RequestHandle
@@ -30,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONE_PREFILL_TOKENS = 2048
-"""Most prompt tokens of a step in which nothing decodes: a request that comes meanwhile waits."""
+MOST_REFUSALS = 2
+"""Times in a row that memory may run out under a request that runs alone, all else given back."""
 
 
 class Engine:
@@ -48,6 +53,7 @@ class Engine:
             settings: Of the queue.
         """
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.dspark = model.dspark
         self.places = Places(model, settings, self._note_failure)
         self.metrics = QueueMetrics(model, settings.max_rows)
         self.changed = threading.Condition()
@@ -55,6 +61,7 @@ class Engine:
         self.is_closing = False
         self.fatal: BaseException | None = None
         self._cancelled: set[RequestHandle] = set()
+        self._alone: Request | None = None
         self._thread = threading.Thread(target=self._run, name="dspark-queue", daemon=True)
 
     # Called from any thread.
@@ -79,7 +86,8 @@ class Engine:
         with self.changed:
             self.require_open()
             while len(self.places.waiting) >= self.settings.max_pending:
-                if not blocks:
+                # The thread that makes room cannot wait for it: a streamer submits, say.
+                if not blocks or threading.current_thread() is self._thread:
                     return False
                 self.changed.wait()
                 self.require_open()
@@ -120,10 +128,11 @@ class Engine:
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request at once; what it holds is freed after the step that is running."""
+        error = RequestCancelledError("the request was cancelled.")
         with self.changed:
-            handle.end(CANCELLED, error=RequestCancelledError("the request was cancelled."))
-            self._cancelled.add(handle)
-            self.changed.notify_all()
+            if handle.end(CANCELLED, error=error):
+                self._cancelled.add(handle)
+                self.changed.notify_all()
 
     def close(self, *, drains: bool, timeout: float | None) -> bool:
         """Take no more requests, and end; tell whether the thread has ended.
@@ -135,7 +144,7 @@ class Engine:
         with self.changed:
             self.is_closing = True
             if not drains:
-                for request in [*self.places.waiting, *self.places.running]:
+                for request in self._everyone():
                     error = RequestCancelledError("the queue was closed.")
                     request.handle.end(CANCELLED, error=error)
                     self._cancelled.add(request.handle)
@@ -165,7 +174,8 @@ class Engine:
                 if places.waiting:
                     oldest = min(r.handle.stats.submitted for r in places.waiting)
                     waited = time.monotonic() - oldest
-                    delay = places.size.patience_s(len(places.waiting), waited)
+                    num_rows = sum(len(r.rows) or 1 for r in places.waiting)
+                    delay = places.size.patience_s(num_rows, waited)
                     if not delay or self.is_closing:
                         return True
                     self.changed.wait(delay)
@@ -177,52 +187,48 @@ class Engine:
         return True
 
     def _step(self) -> None:
-        with self.changed:
-            self._drop()
-            alone = self.places.admit()
-            # There may be room for who waits to submit.
-            self.changed.notify_all()
-        if alone is not None:
-            self._run_alone(alone)
-        if self.places.running:
-            # A request may have come with all its tokens.
-            if self.places.rows:
+        # The model comes before the queue's own lock: who generates may submit from a streamer.
+        with self.dspark.lock:
+            with self.changed:
+                self._drop()
+            self._alone = self.places.admit(time.monotonic())
+            with self.changed:
+                # There may be room for who waits to submit.
+                self.changed.notify_all()
+            if self._alone is not None:
+                self._run_alone(self._alone)
+                self._alone = None
+            if self.places.running:
                 self._round()
-            self._hand_back()
+                self._hand_back()
 
     def _drop(self) -> None:
         """Let go of requests that were cancelled or whose deadline has passed."""
-        now = time.monotonic()
         gone, self._cancelled = self._cancelled, set()
         for request in [*self.places.waiting, *self.places.running]:
-            if request.deadline is not None and now >= request.deadline:
-                waited = request.handle.stats.since_submitted()
-                error = DeadlineError(
-                    f"deadline_s passed {waited:.2f} s after submit(). Give it more time, or a "
-                    "higher priority."
-                )
-                request.handle.end(FAILED, error=error)
-                gone.add(request.handle)
-            if request.handle in gone:
+            if request.is_late() or request.handle in gone:
                 self.places.release(request)
 
     def _round(self) -> None:
         """Run one step; when memory runs out, park a request and leave the rest to the next."""
-        places, handle = self.places, self.model.dspark
-        rows, is_fed = places.rows, places.decoder.is_fed
-        decoding = [row for row in rows if is_fed(row)]
-        most = self.settings.prefill_tokens if decoding else LONE_PREFILL_TOKENS
-        starting = places.parts([row for row in rows if not is_fed(row)], most)
+        places = self.places
+        decoding, starting = places.due()
+        if not decoding and not starting:
+            # All that run have failed already, or came with all their tokens.
+            return
         made = [row.num_new_tokens for row in decoding]
         before, begin = look(decoding, starting, places.decoder.target), time.perf_counter()
+        failure = None
         try:
-            with handle.lock:
-                places.decoder.trace = handle.tracer
-                places.decoder.round(decoding, starting)
+            places.decoder.trace = self.dspark.tracer
+            places.decoder.round(decoding, starting)
         except Exception as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-            self._make_room(error)
+            # Without its frames, which hold what the forward had allocated.
+            failure = error.with_traceback(None)
+        if failure is not None:
+            self._make_room(failure)
             return
         seconds = time.perf_counter() - begin
         self.metrics.observe(before, seconds)
@@ -232,25 +238,29 @@ class Engine:
         new = [row.num_new_tokens - old for row, old in zip(decoding, made, strict=True)]
         places.size.observe(seconds, new, len(places.waiting))
         for request in places.running:
+            request.refusals = 0
             if any(row.num_new_tokens for row in request.rows):
                 request.handle.move_to(RUNNING)
-        with self.changed:
-            places.keep_to_budget()
+        places.release_finished()
+        places.keep_to_budget()
 
     def _make_room(self, error: Exception) -> None:
-        """After running out of memory: park a request, or fail the only one."""
+        """After running out of memory: park a request; fail one that cannot run alone either."""
         running = self.places.running
         logger.warning("Out of memory with %d requests: %s", len(running), error)
+        last = self.places.last()
+        if len(running) > 1:
+            self.places.park(last)
+            return
+        last.refusals += 1
+        if last.refusals < MOST_REFUSALS:
+            # It comes back to a cache that is made anew, no larger than it needs.
+            self.places.park(last)
+            self.places.rest()
+            return
         with self.changed:
-            last = self.places.last()
-            if len(running) > 1:
-                self.places.park(last)
-                return
             self.places.release(last)
-        refusal = CapacityError(
-            f"one request alone runs out of memory: {error}. Shorten it, or use a larger device."
-        )
-        last.handle.end(FAILED, error=refusal)
+        last.handle.end(FAILED, error=refusal(error))
 
     def _note_failure(self, row: Row, error: Exception) -> None:
         """Remember what a row's own code raised."""
@@ -279,8 +289,6 @@ class Engine:
     def _result(self, request: Request) -> RequestResult:
         """Return what a request's finished rows come to."""
         call, decoder = request.prepared.call, self.places.decoder
-        if call is None:
-            raise CapacityError("a request without rows has no result.")
         cache = None
         wants_cache = call.generation_config.return_dict_in_generate
         if wants_cache and all(decoder.is_fed(row) for row in request.rows):
@@ -288,23 +296,25 @@ class Engine:
         for row in request.rows:
             row.record.path = decoder.target.path
             self.places.lengths.add(row.num_new_tokens)
-        with self.model.dspark.lock:
-            self.model.dspark.metrics.add([row.record for row in request.rows])
+        self.dspark.metrics.add([row.record for row in request.rows])
         if call.streamer is not None:
             call.streamer.end()
         first = request.rows[0]
         output = output_of(call, request.rows, cache)
-        return self._finish(request, output, first.ids[first.num_prompt_tokens :])
+        records = [row.record for row in request.rows]
+        return self._finish(request, output, first.ids[first.num_prompt_tokens :], records)
 
-    def _finish(self, request: Request, output: Any, ids: list[int]) -> RequestResult:
+    def _finish(
+        self, request: Request, output: Any, ids: list[int], records: list[SpeculationRecord]
+    ) -> RequestResult:
         if request.pieces is not None:
             request.pieces.end()
         text = None
         if request.prepared.returns_text and self.tokenizer is not None:
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         stats = request.handle.stats
-        stats.records = [row.record for row in request.rows]
-        return RequestResult(output, list(ids), text, stats)
+        stats.records = records
+        return RequestResult(output, ids, text, stats)
 
     def _run_alone(self, request: Request) -> None:
         """Decode a request in the model's own loop, while the others wait."""
@@ -312,34 +322,54 @@ class Engine:
         self.metrics.alone = request.handle
         request.handle.move_to(RUNNING)
         try:
-            with self.model.dspark.lock:
+            with self._broken_off(request):
                 output = request.prepared.run()
             sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
-            ids = sequences[0, request.prepared.num_prompt_tokens :].tolist()
-            result = self._finish(request, output, ids)
+            records = list(self.dspark.metrics.last)
+            begin = request.prepared.num_prompt_tokens
+            # Behind its own end a row is padded.
+            ids = sequences[0, begin : begin + records[0].new_tokens].tolist()
+            result = self._finish(request, output, ids, records)
         except Exception as error:  # noqa: BLE001 - it fails alone
-            request.handle.end(FAILED, error=error)
+            is_memory = is_out_of_memory(error)
+            request.handle.end(FAILED, error=refusal(error) if is_memory else error)
             return
         for piece in result.ids if result.text is None else [result.text]:
             request.handle.add(piece)
         request.handle.end(DONE, result=result)
+
+    @contextmanager
+    def _broken_off(self, request: Request) -> Iterator[None]:
+        """Make forwards in the context fail once a request is cancelled or late."""
+
+        def check(*_: Any) -> None:
+            is_ours = threading.current_thread() is self._thread
+            if is_ours and (request.is_late() or request.handle.is_ended):
+                raise RequestCancelledError("the request has ended.")
+
+        hook = self.model.register_forward_pre_hook(check)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _everyone(self) -> list[Request]:
+        """Return all requests that have not been handed back."""
+        alone = [] if self._alone is None else [self._alone]
+        return [*self.places.waiting, *self.places.running, *alone]
 
     def _die(self, error: BaseException) -> None:
         """Fail everyone who waits: nothing will run any more."""
         logger.error("The queue ends: %s: %s", type(error).__name__, error)
         with self.changed:
             self.fatal = error
-            everyone = [*self.places.running, *self.places.waiting]
-            self.places.running.clear()
-            self.places.waiting.clear()
+            everyone = self._everyone()
+            self.places.abandon()
             self.changed.notify_all()
         for request in everyone:
             ended = QueueClosedError(f"the queue ended: {type(error).__name__}: {error}.")
             ended.__cause__ = error
             request.handle.end(FAILED, error=ended)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        # Not before: somebody may be generating, for long.
+        with self.dspark.lock:
+            self.places.clear(everyone)

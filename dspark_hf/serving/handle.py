@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -195,8 +196,8 @@ class RequestHandle:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            # A loop that was closed meanwhile has nobody left to tell.
-            if not loop.is_closed():
+            # A loop that is closed has nobody left to tell.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
 
         with self._changed:

@@ -52,7 +52,7 @@ class Keeper:
         taps = drafter.target_layers if isinstance(drafter, FeatureDrafter) else ()
         self.prefix = PrefixCache(model, self.store, taps) if settings.prefix_cache else None
         self._token = secrets.token_hex(4)
-        self._parked: dict[int, Cache] = {}
+        self._parked: dict[int, tuple[Cache, int]] = {}
         self._features: dict[int, list[torch.Tensor]] = {}
 
     def park(self, target: Target, row: Row) -> None:
@@ -66,14 +66,16 @@ class Keeper:
         elif length:
             place = [CachedRow(row.row_id, length, 0)]
             cache = compat.new_cache(self.model)
-            self._parked[row.row_id] = target.export(place, length, cache)
+            self._parked[row.row_id] = (target.export(place, length, cache), length)
         target.free(row.row_id)
 
     def resume(self, target: Target, row: Row) -> None:
         """Put a row back where it was parked; one whose cache was lost is fed its tokens again."""
-        cache = self._parked.pop(row.row_id, None)
-        if cache is not None:
-            target.adopt(row.row_id, cache, row.ids[: cache.get_seq_length()])
+        parked = self._parked.pop(row.row_id, None)
+        if parked is not None:
+            # Recurrent layers do not say how many tokens they have seen.
+            cache, length = parked
+            target.adopt(row.row_id, cache, row.ids[:length])
         elif self._name(row) in self.store and isinstance(target, FlatTarget):
             tensors = self.store.take(self._name(row))
             if tensors is None:

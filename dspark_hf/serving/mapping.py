@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ def results_in_order(
 ) -> Iterator[RequestResult]:
     """Submit prompts, as many at a time as may wait; yield results in their order.
 
+    A result that is there comes before a further prompt is read.
+
     Args:
         submit: Submits one; may block.
         prompts: May be a stream of any length.
@@ -30,24 +33,39 @@ def results_in_order(
     Raises:
         Exception: What the first failed request raised, where its result would have come.
     """
-    handles: list[RequestHandle] = []
+    handles: deque[RequestHandle] = deque()
+    failure: Exception | None = None
     source = iter(prompts)
     total = len(prompts) if isinstance(prompts, Sized) else None
     with tqdm(total=total, disable=not progress, unit="request") as bar:
         try:
             while True:
-                while len(handles) < most:
-                    try:
-                        prompt = next(source)
-                    except StopIteration:
-                        break
-                    handles.append(submit(prompt))
+                failure = failure or _read_ahead(submit, source, handles, most)
                 if not handles:
-                    return
+                    break
                 result = handles[0].result()
-                handles.pop(0)
+                handles.popleft()
                 bar.update()
                 yield result
         finally:
             for handle in handles:
                 handle.cancel()
+    if failure is not None:
+        raise failure
+
+
+def _read_ahead(
+    submit: Callable[[Any], RequestHandle],
+    source: Iterator[Any],
+    handles: deque[RequestHandle],
+    most: int,
+) -> Exception | None:
+    """Submit prompts until a result is due or enough wait; return what went wrong with one."""
+    while len(handles) < most and not (handles and handles[0].is_ended):
+        try:
+            handles.append(submit(next(source)))
+        except StopIteration:
+            break
+        except Exception as error:  # noqa: BLE001 - raised where its result would come
+            return error
+    return None

@@ -1,15 +1,17 @@
 """Which request goes first, and how many rows are decoded together. Pure: times come from outside.
 
 Order, within a queue: what has waited longer than the patience, by arrival; then what a deadline
-presses, by deadline; then by priority, and within one by remaining work or by arrival. So a request
-that has lost its patience is passed by nothing that came after it: it starts no later than when the
-work that came before it is done.
+presses, by deadline; then by priority, and within one by remaining work or by arrival. So nothing
+that came after a request starts before it once it has lost its patience: it starts, at the latest,
+when what came before it and what ran at that moment have ended, and is not parked any more.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ class Ticket:
 
 
 Key = tuple[float, ...]
-"""Compares two requests: the smaller goes first."""
+"""Compares two requests: the smaller goes first. Its first number is the class."""
+IMPATIENT, PRESSED, OTHER = 0.0, 1.0, 2.0
+"""Classes of requests, in their order."""
 
 
 class Order:
@@ -71,13 +75,13 @@ class Order:
             token_s: Expected seconds per new token.
         """
         if self.is_impatient(ticket, now):
-            return (0.0, ticket.arrival)
+            return (IMPATIENT, ticket.arrival)
         if ticket.deadline is not None:
             slack = ticket.deadline - now
             if slack < PRESSURE * ticket.remaining * token_s:
-                return (1.0, ticket.deadline, ticket.arrival)
+                return (PRESSED, ticket.deadline, ticket.arrival)
         first = ticket.remaining if self.settings.order == "shortest" else 0.0
-        return (2.0, -float(ticket.priority), first, ticket.arrival)
+        return (OTHER, -float(ticket.priority), first, ticket.arrival)
 
     def is_impatient(self, ticket: Ticket, now: float) -> bool:
         """Tell whether a request has waited longer than the patience."""
@@ -87,15 +91,18 @@ class Order:
         """Tell whether a waiting request may take a running one's place, which is parked.
 
         An impatient request is never parked. Otherwise the waiting one must go first by the order,
-        and within a priority have much less to do, or two requests would take turns.
+        and not have a lower priority. Within a priority two requests would take turns if that were
+        enough: there the waiting one must be impatient, or pressed by a deadline where the running
+        one has none, or have much less to do.
         """
         if not self.settings.preempt or self.is_impatient(running, now):
             return False
-        if not self.key(waiting, now, token_s) < self.key(running, now, token_s):
+        first = self.key(waiting, now, token_s)
+        if not first < self.key(running, now, token_s):
             return False
         if waiting.priority != running.priority:
             return waiting.priority > running.priority
-        if self.is_impatient(waiting, now):
+        if first[0] == IMPATIENT or (first[0] == PRESSED and running.deadline is None):
             return True
         is_shorter = waiting.remaining < SHORTER * running.remaining
         return self.settings.order == "shortest" and is_shorter
@@ -107,10 +114,14 @@ class Lengths:
     def __init__(self) -> None:
         """Start without history."""
         self._ended: deque[int] = deque(maxlen=HISTORY)
+        self._sorted: list[int] = []
+        self._sums: list[int] = [0]
 
     def add(self, num_tokens: int) -> None:
         """Note a row that ended."""
         self._ended.append(num_tokens)
+        self._sorted = sorted(self._ended)
+        self._sums = list(accumulate(self._sorted, initial=0))
 
     def remaining(self, made: int, most: int) -> float:
         """Return the expected further tokens of a row.
@@ -119,12 +130,12 @@ class Lengths:
             made: Tokens it has.
             most: Tokens it may get in all.
         """
-        if len(self._ended) < MIN_HISTORY:
+        shorter = bisect_right(self._sorted, made)
+        longer = len(self._sorted) - shorter
+        if len(self._ended) < MIN_HISTORY or not longer:
             return float(most - made)
-        longer = [n for n in self._ended if n > made]
-        if not longer:
-            return float(most - made)
-        return max(min(sum(longer) / len(longer), most) - made, 1.0)
+        mean = (self._sums[-1] - self._sums[shorter]) / longer
+        return max(min(mean, most) - made, 1.0)
 
 
 def expected_delay_s(remaining: Sequence[float], rows: int, token_s: float) -> float:
@@ -181,7 +192,7 @@ class BatchSize:
             self._limit = min(self._limit + 1, self.settings.max_rows)
 
     def patience_s(self, waiting: int, oldest_wait_s: float) -> float:
-        """Return how long an idle queue should still wait for more requests."""
+        """Return how long an idle queue should still wait for more rows."""
         if waiting >= self.settings.min_rows:
             return 0.0
         return max(self.settings.max_wait_ms / 1000 - oldest_wait_s, 0.0)

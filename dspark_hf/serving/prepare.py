@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from dspark_hf.attention.sparse import SparseReading
     from dspark_hf.config import DSparkConfig
     from dspark_hf.drafting.base import Drafter
     from dspark_hf.generation import Call
     from dspark_hf.rows import Row
 
-SHARED = ("schedule", "confidence_threshold", "max_draft_tokens", "never_slower", "exactness")
+SHARED = ("schedule", "confidence_threshold", "never_slower", "exactness", "recheck_margin")
 """Settings that the rows of a queue have in common: one forward serves them all."""
 
 
@@ -39,21 +40,21 @@ class Prepared:
 
     Attributes:
         rows: Its rows, none started; empty if it runs alone.
-        call: As generate() prepared it; None if it runs alone.
-        config: Settings of the call; None if it runs alone.
+        call: As generate() prepared it.
         drafter: Who drafts for it.
         run_alone: Decodes it in the model's own loop; None if rows are decoded here.
         num_prompt_tokens: Of its longest row.
         returns_text: Whether text was submitted, so that text comes back.
+        reading: How its rows read long contexts; None for all of them.
     """
 
     rows: list[Row]
-    call: Call | None
-    config: DSparkConfig | None
+    call: Call
     drafter: Drafter | None
     run_alone: Callable[[], Any] | None
     num_prompt_tokens: int
     returns_text: bool
+    reading: SparseReading | None = None
 
     def run(self) -> Any:
         """Decode it in the model's own loop; return what generate() returns."""
@@ -83,12 +84,29 @@ def prepare(
 
     Raises:
         InputError: If the inputs are none of these, or empty.
-        ConfigError: If a setting that a queue's rows share differs from the model's.
+        ConfigError: If a setting that a queue's rows share differs from the model's, or a keyword
+            is none that a queue can honour.
     """
+    # What the queue's thread will write to must not be made in inference mode.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        return _prepare(model, tokenizer, inputs, kwargs, committed)
+
+
+def _prepare(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    inputs: Any,
+    kwargs: dict[str, Any],
+    committed: Sequence[Sequence[int]],
+) -> Prepared:
+    _check_keywords(model, kwargs)
     ids, returns_text = encode(tokenizer, inputs)
     ids = ids.to(compat.input_device(model))
-    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **kwargs}
-    if tokenizer is not None and "stop_strings" in kwargs:
+    kwargs = {"input_ids": ids, **kwargs}
+    if len(ids) == 1:
+        # In a batch generate() finds the padding.
+        kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    if tokenizer is not None:
         kwargs.setdefault("tokenizer", tokenizer)
     with capturing():
         try:
@@ -97,22 +115,20 @@ def prepare(
             prepared = found
         else:
             raise ConfigError(
-                "custom_generate brings a loop of its own, which a queue cannot run; got one. Call "
-                "generate() for it."
+                "a queue decodes what generate() would decode in a loop of its own; this call has "
+                "none. Call generate() for it."
             )
+    call, config, length = prepared.call, prepared.config, ids.shape[1]
     if prepared.run_alone is not None:
         if committed:
             raise ConfigError(
                 "committed must be empty for a call that runs in the model's own loop, which "
                 f"starts from prompts; got tokens of {len(committed)} rows."
             )
-        return Prepared([], None, None, None, prepared.run_alone, ids.shape[1], returns_text)
-    call, config = prepared.call, prepared.config
-    if call is None or config is None:
-        raise ConfigError("a call must be prepared by generate(); got none.")
+        return Prepared([], call, None, prepared.run_alone, length, returns_text)
     _check_shared(model, config, prepared.drafter)
     # Refuses here what the model cannot do, and measures what must be measured.
-    prepared.handle.sparse_reading(config)
+    reading = prepared.handle.sparse_reading(config)
     if cached_tokens(call.cache) != 0 or compat.is_user_cache(call.cache):
         raise ConfigError(
             "past_key_values cannot be handed to a queue, which keeps its own; got one. Submit the "
@@ -122,7 +138,7 @@ def prepare(
     longest = max(len(row.ids) for row in rows)
     if committed:
         restore(model, rows, committed)
-    return Prepared(rows, call, config, prepared.drafter, None, longest, returns_text)
+    return Prepared(rows, call, prepared.drafter, None, longest, returns_text, reading)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase | None, inputs: Any) -> tuple[torch.Tensor, bool]:
@@ -149,7 +165,7 @@ def encode(tokenizer: PreTrainedTokenizerBase | None, inputs: Any) -> tuple[torc
         return torch.tensor([ids], dtype=torch.long), True
     if isinstance(inputs, torch.Tensor):
         ids = inputs[None] if inputs.dim() == 1 else inputs
-        if ids.dim() == 2 and not ids.is_floating_point():
+        if ids.dim() == 2 and not ids.is_floating_point() and ids.dtype is not torch.bool:
             return ids, False
     elif isinstance(inputs, list | tuple) and all(
         isinstance(i, int) and not isinstance(i, bool) for i in inputs
@@ -175,8 +191,29 @@ def _described(inputs: Any) -> str:
     return f"{type(inputs).__name__} {inputs!r}"[:120]
 
 
+def _check_keywords(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what can only mean a generate() call of one's own."""
+    for name in ("inputs", "input_ids", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise ConfigError(
+                f"{name} cannot be handed to a queue; got one. Pass prompts as the first argument, "
+                "and call generate() for a loop of your own."
+            )
+    if compat.is_autocast(model):
+        raise ConfigError(
+            "autocast must be off: it would not reach the queue's thread. Load the model in the "
+            "type it should compute in."
+        )
+
+
 def _check_shared(model: Any, config: DSparkConfig, drafter: Drafter | None) -> None:
     own = model.dspark
+    if config.max_draft_tokens > own.config.max_draft_tokens:
+        raise ConfigError(
+            "max_draft_tokens is shared by a queue's rows and must be at most the model's "
+            f"{own.config.max_draft_tokens}; got {config.max_draft_tokens} in dspark= or "
+            "prompt_lookup_num_tokens=. Raise it on the model, or use another queue."
+        )
     for name in SHARED:
         if getattr(config, name) != getattr(own.config, name):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.errors import ConfigError, QueueFullError
@@ -70,6 +71,8 @@ class GenerationQueue:
         self.config = settings
         self._engine = Engine(model, tokenizer, settings)
         self._engine.start()
+        # A queue that nobody holds any more ends by itself, when its work is done.
+        weakref.finalize(self, self._engine.close, drains=True, timeout=0)
 
     def submit(
         self,
@@ -156,8 +159,9 @@ class GenerationQueue:
     ) -> Iterator[RequestResult]:
         """Decode many prompts; yield results in their order.
 
-        No more than `max_pending` wait at a time, so prompts may be a stream of any length. If the
-        iteration ends early, what was submitted for it is cancelled.
+        Prompts may be a stream of any length: they are read ahead only so far as the queue takes
+        them, and results that are ready come first. If the iteration ends early, what was submitted
+        for it is cancelled.
 
         Args:
             prompts: As for `submit`.
@@ -258,7 +262,12 @@ class GenerationQueue:
         trace: TracebackType | None,
     ) -> None:
         """Close: after an error or an interrupt at once, else when everything is done."""
-        self.close(drain=kind is None)
+        try:
+            self.close(drain=kind is None)
+        except BaseException:
+            # Interrupted while it drained.
+            self.close(drain=False, timeout=0)
+            raise
 
     def _submit(
         self,
@@ -300,5 +309,6 @@ def check_order(priority: Any, deadline_s: Any) -> None:
     """
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise ConfigError(f"priority must be an integer; got {priority!r}.")
-    if deadline_s is not None and not deadline_s > 0:
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if deadline_s is not None and not (is_number and deadline_s > 0):
         raise ConfigError(f"deadline_s must be above 0, in seconds; got {deadline_s!r}.")

@@ -118,11 +118,12 @@ class CostAwareSchedule:
         return lengths
 
     def observe(
-        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
     ) -> None:
         """Update step costs, survival and the account of every signal that drafted."""
         num_rows = len(outcomes)
-        self.costs.observe(num_tokens, context, verify_s, num_rows)
+        if verify_s is not None:
+            self.costs.observe(num_tokens, context, verify_s, num_rows)
         self.estimates.observe(outcomes)
         drafted = {
             outcome.row_id: self._drafts[outcome.row_id].num_tokens

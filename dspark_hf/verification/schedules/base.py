@@ -87,9 +87,12 @@ class Schedule(Protocol):
         """Return how many of each row's drafted tokens to verify."""
 
     def observe(
-        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
     ) -> None:
-        """Learn from a finished round: outcomes, tokens fed, cached tokens, seconds."""
+        """Learn from a finished round: outcomes, tokens fed, cached tokens, seconds.
+
+        Seconds are None where the forward did other work too.
+        """
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Learn what drafting cost: the longest draft of the round, seconds."""

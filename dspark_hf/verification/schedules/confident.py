@@ -50,10 +50,11 @@ class _ConfidenceSchedule:
         return [min(self.max_tokens, row.room) for row in rows]
 
     def observe(
-        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
     ) -> None:
         """Update step costs and survival."""
-        self.costs.observe(num_tokens, context, verify_s, len(outcomes))
+        if verify_s is not None:
+            self.costs.observe(num_tokens, context, verify_s, len(outcomes))
         self.estimates.observe(outcomes)
         self.probes.observe(outcomes)
 

@@ -30,7 +30,7 @@ class FixedSchedule:
         return [draft.num_tokens for draft in drafts]
 
     def observe(
-        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
     ) -> None:
         """Learn nothing."""
 
