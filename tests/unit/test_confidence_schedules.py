@@ -159,7 +159,7 @@ def test_the_prefix_scheduler_stops_before_a_stair_and_the_budget_climbs_it() ->
 # The budgeted scheduler.
 
 
-def test_a_budget_follows_from_the_draft_before_last() -> None:
+def test_a_budget_follows_from_drafts_up_to_the_one_before_last() -> None:
     costs = known(lambda width: 1 + 0.3 * (width - 1))
     schedule = BudgetSchedule(8, costs)
     good, bad = (0.95,) * 5, (0.05,) * 5
@@ -167,11 +167,36 @@ def test_a_budget_follows_from_the_draft_before_last() -> None:
         # Probes have failed often enough to stay away.
         schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
     lengths = []
-    for told in (good, good, bad, bad, good, bad):
+    for told in (good, good, bad, bad, *[bad] * 9, good, good):
         (length,) = schedule.cut(rows(), [Draft(5, 0, told)])
         lengths.append(length)
-    assert lengths[2:4] == [5, 5], "two good drafts earlier"
-    assert lengths[4:6] == [0, 0], "two bad drafts earlier"
+    assert lengths[2:4] == [5, 5], "all good up to the one before last"
+    assert lengths[11:13] == [0, 0], "all bad, whatever the current one says"
+    assert lengths[13:] == [0, 0], "a good draft is two rounds from counting"
+
+
+def test_one_bad_draft_moves_a_budget_little() -> None:
+    schedule = BudgetSchedule(8, known(lambda width: 1 + 0.1 * (width - 1)))
+    lengths = []
+    for told in (*[(0.9,) * 5] * 8, (0.05,) * 5, *[(0.9,) * 5] * 4):
+        lengths += schedule.cut(rows(), [Draft(5, 0, told)])
+    assert set(lengths[2:]) == {5}
+
+
+def test_a_budget_asks_for_little_more_than_it_verifies_and_grows_again() -> None:
+    schedule = BudgetSchedule(8, known(lambda width: 1 + 0.2 * (width - 1)))
+    for _ in range(6):
+        schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
+
+    def after(told: float, num_rounds: int) -> int:
+        for _ in range(num_rounds):
+            (asked,) = schedule.ask(rows())
+            schedule.cut(rows(), [Draft(asked, 0, (told,) * asked)])
+        return asked
+
+    assert schedule.ask(rows()) == [8]
+    assert after(0.45, 30) <= 3
+    assert after(0.99, 60) == 8
 
 
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:

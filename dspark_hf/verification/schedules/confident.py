@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 
 ROUNDS_BACK = 2
-"""The budget of a round follows from the confidences of this many rounds earlier."""
+"""The budget of a round follows from confidences that are at least this many rounds old."""
+AVERAGED = 8
+"""Drafts of a row that its budget is averaged over."""
+RECENT_ROUNDS, SPARE_TOKENS = 8, 1
+"""Rounds whose longest verified draft, and this many tokens more, the next ones are asked for."""
 
 
 class _ConfidenceSchedule:
@@ -136,17 +140,27 @@ class PrefixSchedule(_ConfidenceSchedule):
 class BudgetSchedule(_ConfidenceSchedule):
     """The deployed variant: how many tokens follows from older rounds, which ones from this one.
 
-    The budget is the best number over all, by the survivals that each row's draft had two of its
-    drafts earlier; a row that has not drafted twice counts as drafts of its signal usually went.
-    Rows may join and leave at any time. The current survivals only rank (`selection.frontier`).
+    The budget is the best number over all, by the mean survivals of each row's drafts up to two of
+    them earlier; a row that has not drafted twice counts as drafts of its signal usually went. Rows
+    may join and leave at any time. The current survivals only rank (`selection.frontier`). No more
+    tokens are asked for than lately were verified of the longest draft, and one more.
 
-    Source: DSpark, arXiv:2607.05147, section 5.
+    Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
+    steadies the budget of few rows.
     """
 
     def __init__(self, max_tokens: int, costs: StepCosts) -> None:
         """Start from priors; see `_ConfidenceSchedule`."""
         super().__init__(max_tokens, costs)
         self._past: dict[int, deque[list[float]]] = {}
+        self._longest: deque[int] = deque(maxlen=RECENT_ROUNDS)
+
+    def ask(self, rows: Sequence[RowState]) -> list[int]:
+        """Ask for a little more than was worth verifying lately."""
+        asked = super().ask(rows)
+        if len(self._longest) < RECENT_ROUNDS:
+            return asked
+        return [min(length, max(self._longest) + SPARE_TOKENS) for length in asked]
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Spend the budget on the likeliest tokens of this round."""
@@ -162,9 +176,13 @@ class BudgetSchedule(_ConfidenceSchedule):
         for row, draft, survival in zip(rows, drafts, survivals, strict=True):
             self.estimates.note(row.row_id, draft)
             if draft.confidence:
-                past = self._past.setdefault(row.row_id, deque(maxlen=ROUNDS_BACK))
+                kept = AVERAGED + ROUNDS_BACK - 1
+                past = self._past.setdefault(row.row_id, deque(maxlen=kept))
                 past.append(survival)
-        return self.probes.added(drafts, lengths)
+        lengths = self.probes.added(drafts, lengths)
+        if any(draft.num_tokens for draft in drafts):
+            self._longest.append(max(lengths))
+        return lengths
 
     def free(self, row_id: int) -> None:
         """Forget a row."""
@@ -179,4 +197,12 @@ class BudgetSchedule(_ConfidenceSchedule):
         past = self._past.get(row_id)
         if past is None or len(past) < ROUNDS_BACK:
             return self.estimates.expected(row_id, draft.signal, draft.num_tokens)
-        return past[0][: draft.num_tokens]
+        old = list(islice(past, len(past) - ROUNDS_BACK + 1))
+        means: list[float] = []
+        for k in range(draft.num_tokens):
+            found = [survival[k] for survival in old if len(survival) > k]
+            if not found:
+                break
+            # Shorter drafts say nothing of later tokens, which survive no oftener than earlier.
+            means.append(min(sum(found) / len(found), means[-1] if means else 1.0))
+        return means
