@@ -1,10 +1,11 @@
-"""Plots of the benchmark: what schedules verify and gain as batches grow."""
+"""Plots of the benchmark: schedules as batches grow, and steps as contexts grow."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.benchmarks.contenders import PLAIN
+from dspark_hf.benchmarks.sparse_tables import sparse_figure
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.plots import COLOURS, MARKERS, panels, save
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 FIXED = "fixed-"
 
 
-def draw_scheduling(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write one plot per dtype of the section "scheduling".
+def draw_runs(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write one plot per dtype of the sections "scheduling" and "sparse".
 
     Args:
         results: A result file's contents.
@@ -28,15 +29,16 @@ def draw_scheduling(results: Mapping[str, Any], folder: Path) -> list[Path]:
         list[Path]: The files.
 
     Raises:
-        ConfigError: If the section was not measured.
+        ConfigError: If neither was measured.
     """
-    runs = {key: run for key, run in results["runs"].items() if run["section"] == "scheduling"}
+    drawn = {"scheduling": _scheduling, "sparse": sparse_figure}
+    runs = {key: run for key, run in results["runs"].items() if run["section"] in drawn}
     if not runs:
         raise ConfigError(
-            "the result file must hold the section scheduling to be drawn; got "
+            f"the result file must hold one of the sections {sorted(drawn)} to be drawn; got "
             f"{sorted(results['runs'])}. Run `dspark-hf bench generate --section scheduling` first."
         )
-    return [save(_scheduling, run, folder / f"{key}.png") for key, run in runs.items()]
+    return [save(drawn[run["section"]], run, folder / f"{key}.png") for key, run in runs.items()]
 
 
 def _scheduling(run: Mapping[str, Any]) -> Figure:

@@ -13,6 +13,7 @@ from dspark_hf.benchmarks.contest import decoding_only, whole_call
 from dspark_hf.benchmarks.drafting import drafter_section
 from dspark_hf.benchmarks.queueing import queue_section
 from dspark_hf.benchmarks.scheduling import scheduling_section
+from dspark_hf.benchmarks.sparse import sparse_section
 from dspark_hf.benchmarks.stats import paired_ratios, spread
 from dspark_hf.benchmarks.unlike import never_slower_section
 from dspark_hf.targets.select import position_limit
@@ -46,6 +47,7 @@ def run_section(name: str, bench: Bench) -> SectionResult:
         "drafter": drafter_section,
         "never-slower": never_slower_section,
         "queue": queue_section,
+        "sparse": sparse_section,
     }
     return sections[name](bench)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dspark_hf.errors import ConfigError
 
 DEFAULT_SECTIONS = ("prompts", "context", "batch", "recheck")
-SECTIONS = (*DEFAULT_SECTIONS, "scheduling", "drafter", "never-slower", "queue")
+SECTIONS = (*DEFAULT_SECTIONS, "scheduling", "drafter", "never-slower", "queue", "sparse")
 NEED_DRAFTER = frozenset({"scheduling", "drafter"})
 """Sections about one drafter; they and "never-slower" run only where they are named."""
 ROWS = (1, 2, 4, 8, 16)
@@ -30,7 +30,8 @@ class BenchSettings:
         max_new_tokens: Tokens generated per prompt at most; "recheck" stays at 64 or fewer.
         limit: Prompts per group at most; None for all.
         threads: Threads torch may use; None leaves its choice.
-        contexts: Prompt lengths of the section "context", in tokens.
+        contexts: Lengths of the sections "context" and "sparse", in tokens; by default the latter
+            has longer ones of its own.
         rows: Batch sizes of the section "scheduling".
     """
 

@@ -19,6 +19,7 @@ from dspark_hf.benchmarks.drafter_tables import (
 from dspark_hf.benchmarks.markers import Table
 from dspark_hf.benchmarks.queue_tables import queue_tables
 from dspark_hf.benchmarks.settings import DTYPES, SECTIONS
+from dspark_hf.benchmarks.sparse_tables import sparse_tables
 from dspark_hf.benchmarks.stats import ALL
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 HEADLINE = "headline"
 """Marker of the sentence."""
 OVERVIEW = "overview"
+OWN_TABLES = {"queue": queue_tables, "sparse": sparse_tables}
+"""Sections that are more than one table."""
 
 
 def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
@@ -44,8 +47,9 @@ def all_tables(results: Mapping[str, Any]) -> dict[str, list[Table]]:
     tables: dict[str, list[Table]] = {}
     for section in SECTIONS:
         for dtype in DTYPES:
-            if (key := f"{section}-{dtype}") in runs and section == "queue":
-                for name, table in queue_tables(runs[key], _note(runs[key], results)).items():
+            if (key := f"{section}-{dtype}") in runs and section in OWN_TABLES:
+                note = _note(runs[key], results)
+                for name, table in OWN_TABLES[section](runs[key], note).items():
                     tables[f"{name}-{dtype}"] = [table]
                     tables.setdefault(name, []).append(table)
             elif key in runs:

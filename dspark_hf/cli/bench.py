@@ -126,13 +126,13 @@ def plot(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the PNG files.")],
 ) -> None:
-    """Draw speed and verified tokens over batch sizes, of the section scheduling."""
-    from dspark_hf.benchmarks.plots import draw_scheduling
+    """Draw the sections scheduling (over batch sizes) and sparse (over contexts)."""
+    from dspark_hf.benchmarks.plots import draw_runs
     from dspark_hf.benchmarks.results import load_results
     from dspark_hf.evaluation.plots import require_matplotlib
 
     require_matplotlib()
-    for path in draw_scheduling(load_results(results), out):
+    for path in draw_runs(load_results(results), out):
         Console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
