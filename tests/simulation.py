@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dspark_hf.verification.costs import StepCosts
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState, Schedule
 
 
@@ -104,3 +105,16 @@ def nearly_flat(width: int) -> float:
 
 def proportional(width: int) -> float:
     return float(width)
+
+
+def rows(count: int = 1) -> list[RowState]:
+    """Rows of 100 cached tokens with room for 12 drafts."""
+    return [RowState(row, 100, 12) for row in range(count)]
+
+
+def known(curve: Callable[[int], float], num_rows: int = 1, context: int = 100) -> StepCosts:
+    """Step costs that know a curve."""
+    costs = StepCosts()
+    for width in [num_rows, num_rows, *range(num_rows, 17)]:
+        costs.observe(width, context * num_rows, curve(width), num_rows)
+    return costs

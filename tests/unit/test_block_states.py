@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 from accelerate import cpu_offload, disk_offload
 from transformers import DynamicCache, PreTrainedModel
 
@@ -21,8 +20,7 @@ from block_drafters import Recording, block_drafter, features_of, greedy_request
 from dspark_hf import DSparkConfig, DSparkForCausalLM
 from dspark_hf.compat import OUTPUT_CACHE_NAME
 from dspark_hf.drafting.block.drafter import BlockDrafter
-from dspark_hf.errors import CheckpointError, ConfigError
-from dspark_hf.verification.scaling import Scaling, Scalings
+from dspark_hf.errors import ConfigError
 from harness import Recorder, generate, wrapped
 from tiny import VOCAB, llama, plain_generate, prompt, qwen3_next
 
@@ -369,37 +367,6 @@ def test_calls_from_several_threads_take_turns(
         for thread in threads:
             thread.join()
     assert [found[i] for i in range(3)] == plain
-
-
-@pytest.mark.parametrize("size", [2, 6])
-def test_scalings_of_another_length_are_refused(size: int) -> None:
-    plain = Scaling.plain(size)
-    with pytest.raises(CheckpointError, match=f"5 draft tokens; got one for {size}"):
-        block_drafter(llama(), scalings=Scalings(plain, plain))
-
-
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-
-
-def test_greedy_and_sampled_rows_have_their_own_scaling() -> None:
-    model = llama()
-    greedy = Scaling((1.0, 2.0, 0.5, 3.0, 1.0), (0.0, 0.5, 0.0, -1.0, 0.0))
-    sampled = Scaling((2.0,) * 5, (1.0,) * 5)
-    told = []
-    for scalings in (None, Scalings(greedy, sampled)):
-        drafter = block_drafter(model, scalings=scalings)
-        requests = []
-        for row in (0, 1):
-            drafter.take(row, 0, features_of(model, PROMPTS[0][:-1], drafter.model.spec))
-            requests.append(greedy_request(row, PROMPTS[0]))
-        # Draws the best token: both rows hold the same draft.
-        requests[1] = replace(requests[1], warp=_best)
-        told.append([torch.tensor(p.confidence) for p in drafter.propose(requests)])
-    plain, scaled = told
-    for row, scaling in enumerate((greedy, sampled)):
-        expected = torch.tensor(scaling.apply(plain[row].double().logit()))
-        assert torch.allclose(scaled[row].double(), expected, atol=1e-4)
 
 
 def test_a_confidence_that_is_no_number_is_none(model: PreTrainedModel) -> None:
