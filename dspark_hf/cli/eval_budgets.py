@@ -27,9 +27,10 @@ def budgets(
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 8192,
     queries: Annotated[int, typer.Option(min=1, help="Tokens whose attention is measured.")] = 64,
+    least: Annotated[str, typer.Option(help="error of the output, or attention missed.")] = "error",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
 ) -> None:
-    """Share a policy's budget out among layers, where it captures most attention.
+    """Share a policy's budget out among layers, where it saves most.
 
     `dspark-hf eval perplexity --budgets FILE` measures what the factors are worth, best on another
     text than this one.
@@ -48,8 +49,9 @@ def budgets(
     console = Console(stderr=True)
     with counting(console, "queries", queries) as tell:
         found = calibrate_budgets(
-            wrapped, tokenizer, data, chosen, context=context, queries=queries, observer=tell
-        )
+            wrapped, tokenizer, data, chosen,
+            context=context, queries=queries, least=least, observer=tell,
+        )  # fmt: skip
     _show(found)
     found.save(out)
     console.print(f"wrote {out}", soft_wrap=True)
@@ -63,7 +65,9 @@ def _show(found: LayerBudgets) -> None:
         for layer, factor in enumerate(found.factors)
     ]
     note = (
-        f"Attention missed, by {found.queries} tokens of this text: {found.missed_flat:.2%} with "
-        f"{found.tokens} tokens in every layer, {found.missed:.2%} shared out so."
+        f"By {found.queries} tokens of this text, with {found.tokens} tokens a head in every layer "
+        f"and shared out by least {found.least}: squared error of the output "
+        f"{found.error_flat:.4f} and {found.error:.4f}, attention missed {found.missed_flat:.2%} "
+        f"and {found.missed:.2%}."
     )
     show_table(Table("Budgets by layer", ["layer", "factor", "tokens a head"], rows, note))

@@ -98,6 +98,7 @@ def test_budgets_by_layer_are_measured_stored_and_put_to_use(
     assert len(set(found.factors)) > 1
     assert all(f"{factor:.3f}" in printed for factor in found.factors)
     assert f"{found.missed:.2%}" in printed
+    assert f"{found.error:.4f}" in printed
     drifts = []
     for options in ((), ("--budgets", file)):
         run(saved[0], "--policy", "fast", "--scored", 20, "--json", out, *sizes, *options)

@@ -1,12 +1,13 @@
 """Budgets by layer: what is measured, that sharing out is best, and where it may go.
 
-Regimes: curves that flatten and curves with a late jump; layers that attend to everything, of a
-window, or by rank of a predictor; budgets that do not fill a page.
+Regimes: losses that flatten and losses with a late jump; layers that attend to everything or to a
+window; heads that attend to much and to little; budgets that do not fill a page.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from dspark_hf.attention.predictors import RecentPredictor
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import LayerBudgets, calibrate_budgets
-from dspark_hf.evaluation.budgets import _Meter, share_out
+from dspark_hf.evaluation.budgets import share_out
+from dspark_hf.evaluation.layer_losses import LossMeter
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.values import Feed
 from evaluation_files import save_target
@@ -39,60 +41,64 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def random_curves(layers: int, pages: int, seed: int, *, is_even: bool) -> list[Any]:
-    """Return shares captured by 1, 2, ... pages; even ones gain less with every page."""
+def random_losses(layers: int, pages: int, seed: int, *, is_even: bool) -> list[Any]:
+    """Return what is lost with 1, 2, ... pages; even losses shrink less with every page."""
     stream = np.random.default_rng(seed)
-    curves = []
+    losses = []
     for _ in range(layers):
         gains = stream.dirichlet(np.full(pages, 0.5))
-        curves.append(np.cumsum(np.sort(gains)[::-1] if is_even else gains))
-    return curves
+        losses.append(1 - np.cumsum(np.sort(gains)[::-1] if is_even else gains))
+    return losses
 
 
-def missed(curves: list[Any], pages: Any) -> float:
-    return sum(1 - curve[count - 1] for curve, count in zip(curves, pages, strict=True))
+def lost(losses: list[Any], pages: Any) -> float:
+    return sum(float(loss[count - 1]) for loss, count in zip(losses, pages, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("total", "floor"), [(9, 1), (12, 3), (20, 2), (24, 1)])
-def test_sharing_out_misses_least_of_all_ways_to_do_it(seed: int, total: int, floor: int) -> None:
-    curves = random_curves(3, 8, seed, is_even=True)
+def test_sharing_out_loses_least_of_all_ways_to_do_it(seed: int, total: int, floor: int) -> None:
+    losses = random_losses(3, 8, seed, is_even=True)
     ways = itertools.product(range(floor, 9), repeat=3)
-    least = min(missed(curves, way) for way in ways if sum(way) == total)
-    found = share_out(curves, total, floor)
+    least = min(lost(losses, way) for way in ways if sum(way) == total)
+    found = share_out(losses, total, floor)
     assert sum(found) == total
     assert min(found) >= floor
-    assert missed(curves, found) == pytest.approx(least, abs=1e-12)
+    assert lost(losses, found) == pytest.approx(least, abs=1e-12)
 
 
-def test_a_jump_behind_pages_that_gain_little_is_seen() -> None:
-    slow = np.array([0.1, 0.12, 0.14, 0.9, 0.95, 1.0])
-    steady = np.array([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_jump_behind_pages_that_save_little_is_seen() -> None:
+    slow = np.array([0.9, 0.88, 0.86, 0.1, 0.05, 0.0])
+    steady = np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
     assert share_out([slow, steady], 5, 1) == [4, 1]
-    # With too few pages to reach it, they go where they gain something.
+    # With too few pages to reach it, they go where they save something.
     assert share_out([slow, steady], 4, 1) == [1, 3]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_more_pages_are_given_than_there_are(seed: int) -> None:
-    curves = random_curves(3, 5, seed, is_even=False)
-    assert share_out(curves, 100, 2) == [5, 5, 5]
-    assert sum(share_out(curves, 12, 2)) == 12
+    losses = random_losses(3, 5, seed, is_even=False)
+    assert share_out(losses, 100, 2) == [5, 5, 5]
+    assert sum(share_out(losses, 12, 2)) == 12
 
 
-def slow_curve(attention: torch.Tensor, num_kv: int, policy: SparsePolicy) -> list[float]:
-    """Return what sinks, then the newest pages one by one capture; attention (Hq, length)."""
+def missed_by_position(attention: torch.Tensor, num_kv: int) -> list[float]:
+    """Return what is missed beside the first page and the newest; attention (Hq, length)."""
     num_pages = -(-attention.shape[1] // PAGE)
-    shares = torch.zeros(num_kv, num_pages)
-    group = attention.shape[0] // num_kv
-    for head in range(attention.shape[0]):
-        for place, weight in enumerate(attention[head]):
-            shares[head // group, place // PAGE] += float(weight) / group
     order = [0, *range(num_pages - 1, 0, -1)]
-    return [float(shares[:, order[: n + 1]].sum()) / num_kv for n in range(num_pages)]
+    missed = []
+    for count in range(1, num_pages + 1):
+        read = sum(
+            float(weight)
+            for head in attention
+            for place, weight in enumerate(head)
+            if place // PAGE in order[:count]
+        )
+        missed.append(1 - read / len(attention))
+    return missed
 
 
-def test_what_is_measured_is_the_attention_of_the_plain_model(saved: tuple[Any, Any]) -> None:
+def test_what_is_missed_is_attention_of_the_plain_model(saved: tuple[Any, Any]) -> None:
     model, tokenizer = saved
     # By position alone, pages rank alike for every head.
     policy = POLICY.replace(predictor=RecentPredictor(), tokens=48)
@@ -103,40 +109,61 @@ def test_what_is_measured_is_the_attention_of_the_plain_model(saved: tuple[Any, 
     with torch.no_grad():
         out = model(torch.tensor([ids[:61]]), output_attentions=True)
     model.set_attn_implementation("sdpa")
-    curves = [slow_curve(layer[0, :, 60], 2, policy) for layer in out.attentions]
-    assert found.missed_flat == pytest.approx(missed(curves, [3, 3, 3]) / 3, rel=SUMMED)
-    assert found.queries == 1
+    losses = [missed_by_position(layer[0, :, 60], 2) for layer in out.attentions]
+    assert found.missed_flat == pytest.approx(lost(losses, [3, 3, 3]) / 3, rel=SUMMED)
+    assert (found.queries, found.least) == (1, "error")
 
 
-def test_the_meter_ranks_by_the_predictor_and_sums_the_true_attention() -> None:
+def slow_losses(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, read: set[tuple[int, int]]
+) -> tuple[float, float]:
+    """Return missed attention and the output's error, head by head; query (Hkv, G, D)."""
+    missed, error, square = 0.0, 0.0, 0.0
+    for h, heads in enumerate(query):
+        seen = [p for p in range(keys.shape[1]) if (h, p // PAGE) in read]
+        for q in heads:
+            logits = keys[h] @ q * 0.5
+            whole = logits.softmax(dim=0) @ values[h]
+            part = logits[seen].softmax(dim=0) @ values[h, seen] if seen else whole * 0
+            missed += 1 - float(logits.softmax(dim=0)[seen].sum())
+            error += float((part - whole).square().sum())
+            square += float(whole.square().sum())
+    return missed / query.shape[:2].numel(), error / square
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_losses_are_those_of_reading_the_best_pages_in_order(sinks: int) -> None:
     stream = torch.Generator().manual_seed(0)
-    keys = torch.randn(1, 2, 320, 8, generator=stream)
-    query = torch.randn(2, 3, 8, generator=stream) * 3
-    layer = SimpleNamespace(keys=keys)
-    cache: Any = SimpleNamespace(layers=[layer], lengths={0: 300})
-    sums: dict[int, Any] = {}
-    meter = _Meter(POLICY, cache, sums, 25)
+    keys, values = torch.randn(2, 1, 2, 320, 8, generator=stream).unbind()
+    # One head attends to few pages, the other to all alike.
+    query = torch.randn(2, 3, 8, generator=stream) * torch.tensor([4.0, 0.1])[:, None, None]
+    policy = SparsePolicy(tokens=80, recent_pages=2, sink_pages=sinks)
+    cache: Any = SimpleNamespace(
+        layers=[SimpleNamespace(keys=keys, values=values)], lengths={0: 300}
+    )
+    meter = LossMeter(policy, cache, 25)
     summary = PageSummaries().refresh(keys, 0, 301)
     scores = meter.scores(query, summary, 0, 0.5)
-    assert torch.equal(scores, POLICY.predictor.scores(query, summary, 0, 0.5))
+    assert torch.equal(scores, policy.predictor.scores(query, summary, 0, 0.5))
     shares = scores.softmax(-1).mean(1)
-    ranked = sorted(
-        (
-            (2.0 if p in (0, 17, 18) else float(shares[h, p]), h, p)
-            for h in (0, 1)
-            for p in range(19)
-        ),
-        reverse=True,
-    )
-    true = ((query @ keys[0, :, :301].transpose(1, 2)) * 0.5).softmax(-1).mean(1)
-    captured, wanted = 0.0, []
-    for rank, (_, h, p) in enumerate(ranked, start=1):
-        captured += float(true[h, p * PAGE : (p + 1) * PAGE].sum()) / 2
-        if rank % 2 == 0:
-            wanted.append(captured)
+    kept = {*range(sinks), 17, 18}
+    pairs = [(h, p) for h in (0, 1) for p in range(19)]
+    pairs.sort(key=lambda pair: 2.0 if pair[1] in kept else float(shares[pair]), reverse=True)
+    floor, losses = len(kept), meter.losses[0]
     # Sinks and recent pages have no order among themselves.
-    assert sums[0][2:19] == pytest.approx(wanted[2:], rel=SUMMED)
-    assert sums[0][18:] == pytest.approx(np.ones(7), rel=SUMMED)
+    for count in range(floor, 20):
+        missed, error = slow_losses(
+            query, keys[0, :, :301], values[0, :, :301], set(pairs[: 2 * count])
+        )
+        assert losses.missed[count - 1] == pytest.approx(missed, abs=SUMMED)
+        assert losses.error[count - 1] == pytest.approx(error, abs=SUMMED)
+    assert losses.error[floor - 1] > 0.1
+    for loss in (losses.missed, losses.error):
+        assert loss[18:] == pytest.approx(np.zeros(7), abs=SUMMED)
+    before = losses.missed.copy()
+    meter.scores(query, summary, 0, 0.5)
+    assert losses.missed == pytest.approx(before, abs=SUMMED)
+    assert losses.num_tokens == 2
 
 
 def wide_first_layer() -> Any:
@@ -148,12 +175,25 @@ def wide_first_layer() -> Any:
 
 
 def test_a_layer_that_attends_widely_gets_more_and_less_is_missed(saved: tuple[Any, Any]) -> None:
-    found = calibrate_budgets(wide_first_layer(), saved[1], None, POLICY, **SIZES)
+    found = calibrate_budgets(wide_first_layer(), saved[1], None, POLICY, least="missed", **SIZES)
     wide, *sharp = found.factors
     assert wide > max(sharp)
     assert min(found.factors) >= 3 * PAGE / 80
     assert sum(found.factors) == pytest.approx(3, rel=1e-12)
     assert 0 <= found.missed < found.missed_flat < 1
+
+
+def test_what_is_made_least_is_no_more_than_with_one_budget_for_all(
+    saved: tuple[Any, Any],
+) -> None:
+    model, tokenizer = wide_first_layer(), saved[1]
+    error, missed = (
+        calibrate_budgets(model, tokenizer, None, POLICY, least=least, **SIZES)
+        for least in ("error", "missed")
+    )
+    assert (error.error_flat, error.missed_flat) == (missed.error_flat, missed.missed_flat)
+    assert 0 < error.error <= min(missed.error, error.error_flat)
+    assert 0 < missed.missed <= min(error.missed, error.missed_flat)
 
 
 @pytest.mark.parametrize("tokens", [80, 95, 96, 61])
@@ -176,9 +216,9 @@ def test_steps_read_the_budget_shared_out_by_layer(saved: tuple[Any, Any], token
 
 def test_layers_that_do_not_select_keep_a_factor_of_one(saved: tuple[Any, Any]) -> None:
     policy = POLICY.replace(dense_layers=frozenset({1}))
-    factors = calibrate_budgets(wide_first_layer(), saved[1], None, policy, **SIZES).factors
-    assert factors[1] == 1
-    assert factors[0] > 1 > factors[2]
+    found = calibrate_budgets(wide_first_layer(), saved[1], None, policy, least="missed", **SIZES)
+    assert found.factors[1] == 1
+    assert found.factors[0] > 1 > found.factors[2]
     gemma = tiny.gemma3()
     assert calibrate_budgets(gemma, saved[1], None, POLICY, **SIZES).factors == (1, 1, 1)
 
@@ -192,7 +232,7 @@ def test_budgets_of_the_policy_itself_do_not_change_what_is_measured(
     assert calibrate_budgets(model, tokenizer, None, tight, **SIZES) == plain
 
 
-FOUND = LayerBudgets((0.5, 1.0 / 3, 2.0), 2048, 8192, 64, 0.05, 0.04)
+FOUND = LayerBudgets((0.5, 1.0 / 3, 2.0), 2048, 8192, 64, "error", 0.02, 0.01, 0.05, 0.04)
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -205,7 +245,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     "text",
     [
         "{", "[]", "{}", '{"factors": [1.0]}', '{"factors": "abc"}',
-        '{"factors": [-1], "tokens": 1, "context": 1, "queries": 1, "missed_flat": 0, "missed": 0}',
+        json.dumps({**FOUND.to_dict(), "factors": [-1.0]}),
     ],
 )  # fmt: skip
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
@@ -236,6 +276,7 @@ def test_factors_go_to_either_budget_and_to_a_model_of_their_size(saved: tuple[A
         ({"context": 160}, "context must be more than twice"),
         ({"context": 10**6}, "window"),
         ({"queries": 0}, "queries"),
+        ({"least": "mass"}, "missed"),
         ({"policy": None}, "policy"),
         ({"policy": POLICY.replace(dense_layers=frozenset({0, 1, 2}))}, "full attention"),
     ],
