@@ -3,5 +3,14 @@
 from dspark_hf.queue_settings import QueueConfig
 from dspark_hf.serving.handle import RequestHandle, RequestResult
 from dspark_hf.serving.queue import GenerationQueue
+from dspark_hf.serving.replica_settings import ReplicaConfig
+from dspark_hf.serving.replicas import ReplicaQueue
 
-__all__ = ["GenerationQueue", "QueueConfig", "RequestHandle", "RequestResult"]
+__all__ = [
+    "GenerationQueue",
+    "QueueConfig",
+    "ReplicaConfig",
+    "ReplicaQueue",
+    "RequestHandle",
+    "RequestResult",
+]
