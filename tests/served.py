@@ -42,7 +42,9 @@ class Gate(StoppingCriteria):
 def full_batch(queue: GenerationQueue) -> tuple[Gate, Any]:
     """Fill a queue of two rows with a request that does not end before the gate is opened."""
     gate, ids = Gate(), TOKENIZER([TEXT, TEXT], return_tensors="pt")["input_ids"]
-    held = queue.submit(ids, max_new_tokens=4, do_sample=False, stopping_criteria=[gate])
+    # With an end token, rows that stop by a criterion may run here, together.
+    ends = {"stopping_criteria": [gate], "eos_token_id": 0}
+    held = queue.submit(ids, max_new_tokens=4, do_sample=False, **ends)
     assert gate.reached.wait(60)
     return gate, held
 

@@ -16,6 +16,7 @@ from dspark_hf.errors import (
     DeadlineError,
     DSparkError,
     QueueClosedError,
+    QueueError,
     QueueFullError,
     RequestCancelledError,
 )
@@ -33,6 +34,7 @@ STATUS = (
     (QueueClosedError, 503),
     (RequestCancelledError, 503),
     (DeadlineError, 504),
+    (QueueError, 500),
     (DSparkError, 400),
 )
 """HTTP status by type of error, the first that fits; 500 for any other."""

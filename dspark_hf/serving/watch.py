@@ -92,9 +92,9 @@ def _summary(metrics: Mapping[str, Any]) -> Table:
     table.add_row(
         "memory",
         f"{kv['tokens']} tokens, budget {_percent(kv['use'])} used; "
-        + ", ".join(f"{tier} {_size(used[tier])} of {_size(budget[tier])}" for tier in used)
-        + f"; prefix hits {_percent(prefix['hit_rate'])}",
+        + ", ".join(f"{tier} {_size(used[tier])} of {_size(budget[tier])}" for tier in used),
     )
+    table.add_row("prefixes", f"{_percent(prefix['hit_rate'])} of prompt tokens found")
     table.add_row(
         "bandwidth",
         f"{_size(bandwidth['bytes_per_s'])}/s read"
