@@ -160,6 +160,8 @@ def _unfolded(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(queue, QueueConfig):
         found["queue"] = queue
         queue = None
+    if queue is not None and not isinstance(queue, dict):
+        raise ConfigError(f"queue must be a mapping; got {queue!r}.")
     queued = dict(queue or {})
     for name in SECTIONS:
         if name in values:
