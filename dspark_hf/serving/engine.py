@@ -248,10 +248,10 @@ class Engine:
         """After running out of memory: park a request; fail one that cannot run alone either."""
         running = self.places.running
         logger.warning("Out of memory with %d requests: %s", len(running), error)
-        last = self.places.last()
         if len(running) > 1:
-            self.places.park(last)
+            self.places.make_room()
             return
+        last = running[0]
         last.refusals += 1
         if last.refusals < MOST_REFUSALS:
             # It comes back to a cache that is made anew, no larger than it needs.
@@ -341,9 +341,10 @@ class Engine:
     @contextmanager
     def _broken_off(self, request: Request) -> Iterator[None]:
         """Make forwards in the context fail once a request is cancelled or late."""
+        thread = threading.current_thread()
 
         def check(*_: Any) -> None:
-            is_ours = threading.current_thread() is self._thread
+            is_ours = threading.current_thread() is thread
             if is_ours and (request.is_late() or request.handle.is_ended):
                 raise RequestCancelledError("the request has ended.")
 

@@ -63,6 +63,7 @@ class Places:
         self.preemptions = 0
         self._decoder: Decoder | None = None
         self._begun: set[int] = set()
+        self._most_rows: int | None = None
 
     @property
     def rows(self) -> list[Row]:
@@ -163,10 +164,16 @@ class Places:
         self.waiting.append(request)
         self.running.remove(request)
 
+    def make_room(self) -> None:
+        """Park the last in order, as memory ran out; none comes in its place before one leaves."""
+        self.park(self.last())
+        self._most_rows = max(len(self.rows), 1)
+
     def release(self, request: Request) -> None:
         """Free what a request's rows hold, and forget it."""
         self._leave(request.rows)
         if request in self.running:
+            self._most_rows = None
             self.running.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
@@ -189,6 +196,7 @@ class Places:
             self.keeper.forget(row)
             if self._decoder is not None:
                 self._decoder.schedule.free(row.row_id)
+        self._begun.clear()
         self.rest()
 
     def share(self, rows: Sequence[Row]) -> None:
@@ -263,7 +271,10 @@ class Places:
         rows = [row for r in staying for row in r.active_rows]
         if not rows:
             return True
-        if len(rows) + max(len(request.active_rows), 1) > self.size.limit:
+        limit = self.size.limit
+        if self._most_rows is not None:
+            limit = min(limit, self._most_rows)
+        if len(rows) + max(len(request.active_rows), 1) > limit:
             return False
         lengths = [len(row.ids) for row in rows]
         lengths += [
