@@ -23,6 +23,8 @@ from queues import FIXED, WAIT_S, Alone, Asked, assert_nothing_is_left, assert_s
 from tiny import PAD, VOCAB, left_padded, plain_generate, prompt
 
 NUM_REQUESTS, NUM_CANCELLED, NUM_THREADS = 40, 6, 3
+ENDLESS = 100_000
+"""New tokens that no machine gets through before it is told to stop."""
 
 
 class Favour:
@@ -190,7 +192,7 @@ def cancel_some(queue: GenerationQueue, seed: int) -> list[tuple[Any, list[int]]
     cancelled = []
     for place in range(NUM_CANCELLED):
         ids = prompt(stream.randint(1, 50), seed=100 + place)
-        handle = greedy(ids, 400).submit(queue)
+        handle = greedy(ids, ENDLESS).submit(queue)
         if place % 2:
             next(iter(handle))
         handle.cancel()
