@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,8 @@ class ReplicaQueue:
         self._dispatcher = Dispatcher(start, len(loads), config, watched)
         self._dispatcher.start()
         self.config: QueueConfig = self._dispatcher.config
+        # A queue that nobody holds any more ends by itself, when its work is done.
+        weakref.finalize(self, self._dispatcher.close, drains=True, timeout=0)
 
     @classmethod
     def from_pretrained(
@@ -270,7 +273,12 @@ class ReplicaQueue:
         trace: TracebackType | None,
     ) -> None:
         """Close: after an error or an interrupt at once, else when everything is done."""
-        self.close(drain=kind is None)
+        try:
+            self.close(drain=kind is None)
+        except BaseException:
+            # Interrupted while it drained.
+            self.close(drain=False, timeout=0)
+            raise
 
     def _submit(
         self,
