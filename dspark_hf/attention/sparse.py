@@ -231,8 +231,8 @@ def merge(
 def _missing(scores: torch.Tensor, read: torch.Tensor, total: torch.Tensor) -> float:
     """Return the estimated share of attention on pages not read, the mean over queries.
 
-    A page's mass is taken as its tokens times exp(score): close where scores were trained to be, far
-    too much with the bound (measured in docs/sparse.md).
+    A page's mass is taken as its tokens times exp(score): close where scores were trained to be,
+    far too much with the bound (measured in docs/sparse.md).
     """
     is_read = torch.zeros_like(scores[:, 0], dtype=torch.bool)
     is_read.view(-1)[read] = True
