@@ -5,12 +5,16 @@ from dspark_hf.serving.handle import RequestHandle, RequestResult
 from dspark_hf.serving.queue import GenerationQueue
 from dspark_hf.serving.replica_settings import ReplicaConfig
 from dspark_hf.serving.replicas import ReplicaQueue
+from dspark_hf.serving.router import Router
+from dspark_hf.serving.routing import LoadLimit
 
 __all__ = [
     "GenerationQueue",
+    "LoadLimit",
     "QueueConfig",
     "ReplicaConfig",
     "ReplicaQueue",
     "RequestHandle",
     "RequestResult",
+    "Router",
 ]
