@@ -128,7 +128,12 @@ def _model_name(model: PreTrainedModel, taps: Sequence[int]) -> str:
         if parameter.is_meta:
             continue
         flat = parameter.detach().reshape(-1)
-        places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel())).long()
-        sample = flat[places.to(flat.device)].float().cpu()
+        sample = flat[_places(flat.numel()).to(flat.device)].float().cpu()
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _places(size: int) -> torch.Tensor:
+    """Return SAMPLED places spread over so many numbers, or all of them."""
+    # In float32 the last of many millions would be rounded to one beyond the end.
+    return torch.linspace(0, size - 1, min(SAMPLED, size), dtype=torch.float64).long()
