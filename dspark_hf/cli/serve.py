@@ -66,3 +66,5 @@ def serve(
                 log_level="warning" if watch else "info",
                 timeout_graceful_shutdown=GRACE_S,
             )
+        # The server has ended: nobody is left to read what would still come.
+        queue.close(drain=False)
