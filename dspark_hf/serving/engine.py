@@ -6,6 +6,7 @@ start. Between steps requests are admitted, parked, cancelled and handed back.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -68,6 +69,8 @@ class Engine:
 
     def start(self) -> None:
         """Begin to decode."""
+        # A thread that still computes when Python ends takes the process down with it.
+        atexit.register(self._stop)
         self._thread.start()
 
     def put(self, request: Request, *, blocks: bool) -> bool:
@@ -153,6 +156,9 @@ class Engine:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _stop(self) -> None:
+        self.close(drains=False, timeout=None)
+
     # The thread.
 
     def _run(self) -> None:
@@ -163,6 +169,7 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - everyone who waits must hear of it
             self._die(error)
         finally:
+            atexit.unregister(self._stop)
             self.places.rest()
             self.places.keeper.store.clear()
 

@@ -8,8 +8,12 @@ Blaizzy/mlx-vlm issue 2147).
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,12 @@ import pytest
 import tiny
 from dspark_hf import GenerationQueue, QueueConfig
 from dspark_hf.compat import attention_configs
-from dspark_hf.errors import InputError, QueueClosedError, RequestCancelledError
+from dspark_hf.errors import (
+    InputError,
+    QueueClosedError,
+    QueueFullError,
+    RequestCancelledError,
+)
 from harness import counted_forwards, wrapped
 from queues import FIXED, WAIT_S, assert_nothing_is_left, assert_same, greedy, stepped
 from tiny import plain_generate, prompt
@@ -242,6 +251,28 @@ def test_a_queue_that_nobody_holds_ends_when_its_work_is_done(model: Any) -> Non
     assert not thread.is_alive()
 
 
+FORGETFUL = """
+import tiny
+from dspark_hf import DSparkForCausalLM, GenerationQueue
+queue = GenerationQueue(DSparkForCausalLM.wrap(tiny.llama()))
+handle = queue.submit([5, 6, 7], max_new_tokens=100_000, do_sample=False)
+print(next(iter(handle)) >= 0)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_well() -> None:
+    """A thread that computes while Python ends aborts the process."""
+    path = os.pathsep.join([str(Path(tiny.__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_generate_beside_a_queue_takes_its_turn_between_steps(model: Any) -> None:
     plain = plain_generate(model, [PROMPTS[1]], max_new_tokens=6).tolist()
     with GenerationQueue(model) as queue:
@@ -272,3 +303,22 @@ def test_a_streamer_may_submit_and_cancel_from_the_queues_own_thread(model: Any)
         assert len(later[0].result(0).ids) == 3
         assert later[1].status == "cancelled"
         assert later[2] == "ended"
+
+
+def test_the_queues_own_thread_is_refused_where_others_wait_for_room(model: Any) -> None:
+    """It would wait for what only it can do."""
+
+    class Eager:
+        def put(self, value: Any) -> None:
+            if value.dim() == 1:
+                for _ in range(2):
+                    greedy(PROMPTS[2], 3).submit(queue)
+
+        def end(self) -> None:
+            pass
+
+    settings = QueueConfig(max_pending=1, max_rows=1, when_full="block")
+    with GenerationQueue(model, config=settings) as queue:
+        handle = greedy(PROMPTS[0], 5, streamer=Eager()).submit(queue)
+        with pytest.raises(QueueFullError, match="max_pending requests, 1, wait already"):
+            handle.result(WAIT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,29 @@ def test_settings_are_frozen_and_equal_by_value() -> None:
 def test_every_field_is_documented() -> None:
     for field in dataclasses.fields(QueueConfig):
         assert f"        {field.name}: " in (QueueConfig.__doc__ or "")
+
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "queue.md").read_text()
+
+
+def test_the_yaml_in_the_document_can_be_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, flags=re.S)
+    queue = from_yaml(tmp_path, text).queue
+    assert queue == QueueConfig(
+        max_rows=16, min_rows=2, max_wait_ms=50.0, patience_s=5, prefill_tokens=128
+    )
+
+
+def test_the_document_names_every_field_and_its_default() -> None:
+    found: dict[str, str] = {}
+    for line in DOCUMENT.splitlines():
+        names, _, rest = line.strip("| ").partition(" | ")
+        fields = re.findall(r"`(\w+)`", names)
+        defaults = rest.partition(" | ")[0].split(", ")
+        if line.startswith("| `") and len(fields) == len(defaults):
+            found.update(zip(fields, defaults, strict=True))
+    for field in dataclasses.fields(QueueConfig):
+        assert found[field.name] == repr(field.default).replace("'", '"')
 
 
 TIMES: list[tuple[Any, float]] = [
