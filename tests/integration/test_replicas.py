@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +18,7 @@ import torch
 
 import tiny
 from dspark_hf import DSparkConfig, DSparkForCausalLM
-from dspark_hf.errors import ConfigError, InputError, QueueClosedError
+from dspark_hf.errors import ConfigError, DeadlineError, InputError, QueueClosedError
 from dspark_hf.serving import ReplicaConfig, ReplicaQueue
 from harness import toy_tokenizer
 from replica_parts import FailAt, HoldAt, no_model
@@ -173,6 +175,14 @@ def test_cancelling_and_deadlines_reach_the_replica(replicas: ReplicaQueue, tmp_
     assert told["requests"] == 0
     until(lambda: _cancelled(replicas) == 1)
     assert replicas.expected_delay_s == 0.0
+    gate.touch()
+    late = replicas.submit(
+        prompt, deadline_s=0.2, logits_processor=[HoldAt(gate, 9 + HELD)], **GREEDY
+    )
+    until(lambda: late.stats.since_submitted() > 0.3)
+    gate.unlink()
+    with pytest.raises(DeadlineError, match="deadline_s passed"):
+        late.result(WAIT_S)
 
 
 def _cancelled(queue: ReplicaQueue) -> int:
@@ -271,3 +281,16 @@ def test_when_none_is_left_everyone_is_told_and_closing_ends(
 def test_what_loading_raises_is_raised_where_the_queue_is_made() -> None:
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         ReplicaQueue(no_model, replicas=1)
+
+
+def test_the_example_loses_no_text(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    folder = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("queue_replicas", folder / "queue_replicas.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(sys, "argv", ["queue_replicas", "--tiny", "--tokens", "48"])
+    script.main()
+    printed = capsys.readouterr().out
+    assert "texts as generate() gives them: 8 of 8" in printed
+    assert "replica 1 was killed" in printed
