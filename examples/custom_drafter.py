@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from dspark_hf import DraftRequest, DSparkForCausalLM, Proposal
+from dspark_hf import DraftRequest, DSparkConfig, DSparkForCausalLM, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,9 @@ def main() -> None:
     prompt = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5]])
     settings = {"max_new_tokens": 48, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(prompt, **settings)
-    model = DSparkForCausalLM.wrap(model, drafter=AfterThisToken())
+    # On a tiny model drafts never pay: there every one is verified all the same.
+    config = DSparkConfig(schedule="fixed") if arguments.tiny else DSparkConfig()
+    model = DSparkForCausalLM.wrap(model, drafter=AfterThisToken(), config=config)
     out = model.generate(prompt, **settings, return_dict_in_generate=True)
     record = out.speculation[0]
     print("identical:", torch.equal(plain, out.sequences))
