@@ -151,7 +151,7 @@ class RequestHandle:
         """Drop the request, wherever it is; its row is free after the step that is running.
 
         Returns:
-            bool: Whether it was cancelled; False if it had ended before.
+            bool: Whether it is cancelled; False if it had ended otherwise.
         """
         if not self.is_ended:
             self._cancel(self)

@@ -77,17 +77,17 @@ class Keeper:
             cache, length = parked
             target.adopt(row.row_id, cache, row.ids[:length])
         elif self._name(row) in self.store and isinstance(target, FlatTarget):
-            tensors = self.store.take(self._name(row))
-            if tensors is None:
-                return
+            tensors = self.store.take(self._name(row)) or {}
             device = compat.input_device(self.model)
-            target.restore(
-                row.row_id,
-                [
-                    (tensors[f"keys{i}"].to(device), tensors[f"values{i}"].to(device))
-                    for i in range(len(tensors) // 2)
-                ],
-            )
+            layers = [
+                (tensors[f"keys{i}"].to(device), tensors[f"values{i}"].to(device))
+                for i in range(len(tensors) // 2)
+            ]
+            if layers:
+                target.restore(row.row_id, layers)
+        if row.row_id in self._features and not target.length(row.row_id):
+            # Its prompt is read from the start, and its features come from there again.
+            self._features[row.row_id] = []
 
     def begin(
         self, target: Target, row: Row, take: Callable[[int, int, torch.Tensor], None]

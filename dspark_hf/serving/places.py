@@ -119,12 +119,14 @@ class Places:
         Args:
             now: On the clock of time.monotonic().
         """
-        tickets = {id(r): r.ticket(self.lengths) for r in [*self.waiting, *self.running]}
+        # What is submitted from here on waits for the next step.
+        waiting = list(self.waiting)
+        tickets = {id(r): r.ticket(self.lengths) for r in [*waiting, *self.running]}
 
         def key(request: Request) -> Key:
             return self.order.key(tickets[id(request)], now, self.size.token_s)
 
-        for request in sorted(self.waiting, key=key):
+        for request in sorted(waiting, key=key):
             # From the last in order on, so many as there must be.
             victims: list[Request] = []
             for running in sorted(self.running, key=key, reverse=True):
@@ -202,8 +204,12 @@ class Places:
     def share(self, rows: Sequence[Row]) -> None:
         """Keep the beginnings of prompts that have just been read, for others."""
         for row in rows:
-            if self.decoder.is_fed(row):
+            if not self.decoder.is_fed(row):
+                continue
+            try:
                 self.keeper.share(self.decoder.target, row)
+            except Exception as error:  # noqa: BLE001 - no memory for a copy, say
+                logger.warning("The beginning of a prompt is not kept: %s", error)
 
     def keep_to_budget(self) -> None:
         """Park the last in order while rows have outgrown the budget together."""

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tiny
-from block_drafters import block_drafter
+from block_drafters import block_drafter, features_of
 from drafters import NoisyDrafter
 from dspark_hf.attention.policy import BoostedBudget, SparsePolicy
 from dspark_hf.serving.keeper import Keeper
 from dspark_hf.targets.flat import FlatTarget
 from harness import noisy_copy, oracle_of, wrapped
-from queues import FIXED, Asked, assert_same, greedy, stepped
+from queues import FIXED, ROUNDING, Asked, assert_same, greedy, stepped
 from tiny import VOCAB, plain_generate, prompt
 
 LONG, NEW = prompt(11, seed=3), 110
@@ -184,6 +185,52 @@ def test_a_cache_that_cannot_be_kept_or_put_back_is_computed_again(
             results = queue.finish()
         assert results[0].stats.preemptions == 3
         assert_same(results[0], alone)
+
+
+def test_a_prompt_that_is_read_again_keeps_its_features_in_their_places(tmp_path: Path) -> None:
+    """It was parked half read and its file was damaged; others get its beginning from it."""
+    model, ids = tiny.llama(), prompt(40, seed=6)
+    drafter = block(model)
+    plain = features_of(model, ids[:32], drafter.model.spec)
+    with wrapped(model, drafter, FIXED):
+        busy, one = greedy(LONG, 60), greedy(ids, 20)
+        alone = one.alone(model)
+        disk = {"host_cache": 2, "disk_cache": 10**8, "disk_folder": str(tmp_path)}
+        settings = {"max_rows": 2, "prefill_tokens": 7, "order": "fifo", "prefix_cache": True}
+        with stepped(model, **settings, **disk) as queue:
+            first = queue.submit(busy)
+            queue.until(lambda: bool(first.pieces))
+            second = queue.submit(one)
+            queue.step(3)
+            queue.submit(greedy(OTHERS[0], 2), priority=1)
+            queue.step()
+            assert second.status == "parked"
+            for path in tmp_path.iterdir():
+                path.write_bytes(b"")
+            queue.finish()
+            _, features = queue.places.keeper.prefix.find(ids)
+            torch.testing.assert_close(features, plain, atol=ROUNDING, rtol=ROUNDING)
+            third = queue.submit(one)
+            queue.finish()
+        assert_same(second.result(0), alone)
+        assert_same(third.result(0), alone)
+        assert third.stats.cached_tokens == 32
+
+
+def test_a_beginning_that_cannot_be_kept_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Keeper, "share", fails)
+    model = tiny.llama()
+    with wrapped(model, noisy(model), FIXED):
+        one = greedy(OTHERS[3], 8)
+        alone = one.alone(model)
+        with stepped(model, prefix_cache=True) as queue:
+            queue.submit(one)
+            queue.submit(one)
+            for result in queue.finish():
+                assert_same(result, alone)
 
 
 def test_a_rows_way_of_reading_sparsely_survives_parking() -> None:

@@ -313,6 +313,24 @@ def test_fifty_short_ones_of_high_priority_do_not_starve_one_of_low_priority() -
     assert low.parkings
 
 
+def test_who_is_submitted_while_others_are_admitted_waits_for_the_next_step() -> None:
+    """Other threads append at any moment."""
+    places, late = Counting(QueueConfig(max_rows=9)), Job(1, 0.0, 5)
+
+    class First(Job):
+        def ticket(self, lengths: Any) -> Ticket:
+            if late not in places.waiting:
+                places.waiting.append(late)
+            return super().ticket(lengths)
+
+    first = First(0, 0.0, 5)
+    places.waiting.append(first)
+    places.admit(0.0)
+    assert (places.running, places.waiting) == ([first], [late])
+    places.admit(0.0)
+    assert places.running == [first, late]
+
+
 def test_nothing_is_parked_for_one_that_would_still_not_fit() -> None:
     """It needs both places, and only one of those who have them would yield."""
     places = Counting(QueueConfig(max_rows=2, patience_s=PATIENCE))
