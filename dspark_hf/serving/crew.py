@@ -41,6 +41,7 @@ class Crew:
             settings: How often replicas may be started again.
         """
         self._start = start
+        self._is_over = False
         self.members: list[Replica | None] = [None] * num_replicas
         self.limits = [
             RestartLimit(settings.max_restarts, settings.restart_window_s)
@@ -74,7 +75,7 @@ class Crew:
         replica.kill()
         place = replica.place
         self.members[place] = None
-        if not self.limits[place].take(time.monotonic()):
+        if self._is_over or not self.limits[place].take(time.monotonic()):
             return False
         try:
             self.members[place] = self._start(place)
@@ -96,11 +97,12 @@ class Crew:
         self.kill()
 
     def kill(self) -> None:
-        """End every process now."""
+        """End every process now, for good."""
         atexit.unregister(self.kill)
-        for replica in self.present:
+        present, self.members = self.present, [None] * len(self.members)
+        self._is_over = True
+        for replica in present:
             replica.kill()
-            self.members[replica.place] = None
 
 
 def work_of(replica: Replica, typical: float) -> float:

@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 30
 """Requests that may wait here: those who send them keep the limit."""
+LAST = -1000
+"""Priority of what is done when all else is."""
 CLOSE_S = 2.0
 """Seconds that the queue's thread gets to end the step it is in."""
 
@@ -70,6 +73,7 @@ def run(connection: Connection) -> None:
     except BaseException as error:  # noqa: BLE001 - whatever loading a model raises
         post.put(NotLoaded(Failure.of(error)))
         post.close(CLOSE_S)
+        Finalize(None, _exit, exitpriority=LAST)
         return
     post.put(Ready(config))
     beats = threading.Thread(target=_beat, args=(post, queue, setup.heartbeat_s), daemon=True)
@@ -78,13 +82,17 @@ def run(connection: Connection) -> None:
     try:
         served.listen(connection, more)
     finally:
-        has_ended = queue.close(drain=False, timeout=CLOSE_S)
+        queue.close(drain=False, timeout=CLOSE_S)
         post.close(CLOSE_S)
-        if not has_ended:
-            # The queue's thread is in a long forward, which an ordinary exit would wait for.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+    # After what multiprocessing itself tidies up.
+    Finalize(None, _exit, exitpriority=LAST)
+
+
+def _exit() -> None:
+    """End the process: taking PyTorch apart takes seconds, and would wait for a long forward."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 class Served:
