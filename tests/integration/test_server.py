@@ -24,7 +24,7 @@ def model() -> Iterator[Any]:
 
 @pytest.fixture
 def queue(model: Any) -> Iterator[GenerationQueue]:
-    queue = GenerationQueue(model, TOKENIZER, QueueConfig(max_rows=2, max_pending=2))
+    queue = GenerationQueue(model, TOKENIZER, QueueConfig(max_rows=2))
     yield queue
     queue.close(drain=False)
 
