@@ -7,6 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from dspark_hf.errors import QueueClosedError
 from dspark_hf.serving.liveness import RestartLimit
 
 if TYPE_CHECKING:
@@ -70,11 +71,13 @@ class Crew:
         for place in range(len(self.members)):
             self.members[place] = self._start(place)
 
-    def replace(self, replica: Replica) -> bool:
-        """Put a new replica in a dead one's place, if it may; tell whether there is one."""
+    def remove(self, replica: Replica) -> None:
+        """Let go of a replica, and make sure that it is dead."""
         replica.kill()
-        place = replica.place
-        self.members[place] = None
+        self.members[replica.place] = None
+
+    def start_again(self, place: int) -> bool:
+        """Start a replica in an empty place, if it may; tell whether there is one now."""
         if self._is_over or not self.limits[place].take(time.monotonic()):
             return False
         try:
@@ -103,6 +106,25 @@ class Crew:
         self._is_over = True
         for replica in present:
             replica.kill()
+
+
+def reason_of(replica: Replica, why: str, *, is_new: bool) -> BaseException:
+    """Return what to tell those who can no longer be served.
+
+    Args:
+        replica: The last one that died.
+        why: How.
+        is_new: Whether replicas are started for the first time.
+    """
+    if replica.failure is not None:
+        return replica.failure.error()
+    hint = "Its own output says more."
+    if is_new:
+        hint += (
+            ' Is the program\'s start under if __name__ == "__main__", as a process that is spawned '
+            "needs it?"
+        )
+    return QueueClosedError(f"replica {replica.place} is dead: {why}. {hint}")
 
 
 def work_of(replica: Replica, typical: float) -> float:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark_hf.errors import DeadlineError, QueueClosedError, QueueError, RequestCancelledError
-from dspark_hf.serving.crew import Crew, idlest, next_move
+from dspark_hf.serving.crew import Crew, idlest, next_move, reason_of
 from dspark_hf.serving.handle import CANCELLED, FAILED, WAITING
 from dspark_hf.serving.order import Lengths, expected_delay_s
 from dspark_hf.serving.request import UNBOUNDED_TOKENS
@@ -315,36 +315,41 @@ class Dispatcher:
                 self._fail(job, DeadlineError(f"deadline_s passed {waited:.2f} s after submit()."))
 
     def _bury(self, replica: Replica, why: str) -> None:
-        """Start a dead replica again, if it may, and let its jobs go on elsewhere."""
+        """Let a dead replica's jobs go on elsewhere, and start it again if it may."""
         if self.fatal is not None:
             return
         if not self._has_begun:
-            self._die(self._reason(replica, why))
+            self._die(reason_of(replica, why, is_new=True))
             return
-        is_replaced = self.crew.replace(replica)
+        self.crew.remove(replica)
+        jobs = list(replica.jobs.values())
+        for job in jobs:
+            self._rescue(job, why)
+        is_replaced = self.crew.start_again(replica.place)
         logger.warning(
             "Replica %d is dead: %s. %d requests go on elsewhere. It is %sstarted again.",
             replica.place,
             why if replica.failure is None else replica.failure.description,
-            len(replica.jobs),
+            len(jobs),
             "" if is_replaced else "not ",
         )
         if not self.crew.present:
-            self._die(self._reason(replica, why))
+            self._die(reason_of(replica, why, is_new=False))
+
+    def _rescue(self, job: Job, why: str) -> None:
+        """Let a job whose replica died go on elsewhere, unless it seems to be what kills them."""
+        if job.outlives(self.settings.max_deaths):
+            job.handle.stats.moves += 1
+            self.moves += 1
+            job.handle.move_to(WAITING)
+            self._assign(job)
             return
-        for job in list(replica.jobs.values()):
-            if job.outlives(self.settings.max_deaths):
-                job.handle.stats.moves += 1
-                self.moves += 1
-                job.handle.move_to(WAITING)
-                self._assign(job)
-            else:
-                error = QueueError(
-                    f"{job.num_deaths} replicas died, one after another, while they decoded this "
-                    f"request and before it got a token: the last one as {why}. It is not tried "
-                    "again; max_deaths of ReplicaConfig says how often it is."
-                )
-                self._fail(job, error)
+        error = QueueError(
+            f"{job.num_deaths} replicas died, one after another, while they decoded this request "
+            f"and before it got a token: the last one as {why}. It is not tried again; max_deaths "
+            "of ReplicaConfig says how often it is."
+        )
+        self._fail(job, error)
 
     def _assign(self, job: Job) -> None:
         """Give a job to the replica with the least work; it waits here while there is none."""
@@ -384,18 +389,6 @@ class Dispatcher:
     def _fail(self, job: Job, error: BaseException) -> None:
         job.handle.end(FAILED, error=error)
         self._forget(job)
-
-    def _reason(self, replica: Replica, why: str) -> BaseException:
-        """Return what to tell when the last replica has ended, or the first ones do not start."""
-        if replica.failure is not None:
-            return replica.failure.error()
-        hint = "Its own output says more."
-        if not self._has_begun:
-            hint += (
-                ' Is the program\'s start under if __name__ == "__main__", as a process that is '
-                "spawned needs it?"
-            )
-        return QueueClosedError(f"replica {replica.place} is dead: {why}. {hint}")
 
     def _die(self, error: BaseException) -> None:
         """Fail everyone who waits: nothing will run any more."""
