@@ -121,8 +121,8 @@ def reason_of(replica: Replica, why: str, *, is_new: bool) -> BaseException:
     hint = "Its own output says more."
     if is_new:
         hint += (
-            ' Is the program\'s start under if __name__ == "__main__", as a process that is spawned '
-            "needs it?"
+            ' Is the program\'s start under if __name__ == "__main__"? A process that is spawned '
+            "needs that."
         )
     return QueueClosedError(f"replica {replica.place} is dead: {why}. {hint}")
 

@@ -174,19 +174,15 @@ class Dispatcher:
     def expected_delay_s(self) -> float:
         """Return how long a request submitted now is expected to wait; infinite without replica."""
         with self.changed:
-            if not self.is_open:
-                return float("inf")
-            return min(
-                (
-                    expected_delay_s(
-                        [job.remaining(self._typical) for job in replica.jobs.values()],
-                        self.config.max_rows,
-                        replica.token_s,
-                    )
-                    for replica in self.crew.ready
-                ),
-                default=float("inf"),
-            )
+            delays = [
+                expected_delay_s(
+                    [job.remaining(self._typical) for job in replica.jobs.values()],
+                    self.config.max_rows,
+                    replica.token_s,
+                )
+                for replica in (self.crew.ready if self.is_open else [])
+            ]
+        return min(delays, default=float("inf"))
 
     def ask(self, timeout_s: float) -> list[dict[str, Any] | None]:
         """Return each replica's metrics; None where there is no answer in time."""
