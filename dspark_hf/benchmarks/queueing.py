@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from dspark_hf.benchmarks import contenders as who
 from dspark_hf.benchmarks import prompts as what
@@ -40,6 +40,8 @@ PLACES = 4
 """Rows decoded together where requests compete."""
 BEGINNING = 2048
 """Tokens that prompts have in common, or that interrupt others."""
+CONTINUOUS_PAGE, CONTINUOUS_STEP = 256, 512
+"""Tokens of a page and of a step of Transformers' continuous batching."""
 INTERACTIVE = 12
 """Requests whose first token is timed under load."""
 
@@ -295,7 +297,14 @@ def _continuous(model: Any, works: Sequence[Work]) -> list[list[int]]:
         eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=model.generation_config.pad_token_id,
     )
-    manager = model.init_continuous_batching(generation_config=config)
+    # By default it would take most of the machine's memory for its cache.
+    pages = sum(-(-(len(w.ids) + w.limit) // CONTINUOUS_PAGE) for w in works)
+    room = ContinuousBatchingConfig(
+        page_size=CONTINUOUS_PAGE, num_blocks=2 * pages, max_batch_tokens=CONTINUOUS_STEP
+    )
+    manager = model.init_continuous_batching(
+        generation_config=config, continuous_batching_config=room
+    )
     manager.start()
     try:
         names = [manager.add_request(list(w.ids), max_new_tokens=w.limit) for w in works]
