@@ -55,12 +55,16 @@ def measure_crossover(
     generator = torch.Generator().manual_seed(0)
     least = 2 * policy.tokens
     found = 2 * LENGTHS[-1]
+    timed = policy
+    if policy.mass is not None:
+        # Steps that read more differ by text: taken for granted is that each does so once.
+        timed = policy.replace(mass=1.0, most_tokens=min(2 * policy.tokens, policy.ceiling))
     query = torch.randn(num_heads, 1, dim, generator=generator).to(device, dtype)
     for length in reversed([n for n in LENGTHS if n >= least]):
         shape = (COPIES, num_kv, length + PAGE - length % PAGE, dim)
         keys = torch.randn(shape, generator=generator).to(device, dtype)
         values = torch.randn(shape, generator=generator).to(device, dtype)
-        row = SparseRow(policy.replace(mass=None), SparseStats(), 0)
+        row = SparseRow(timed, SparseStats(), 0)
         summaries = PageSummaries()
 
         def dense(

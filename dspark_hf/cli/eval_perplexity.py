@@ -28,7 +28,12 @@ def perplexity(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Text file. Default: Python's reference."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="quality, fast, or none: no drift.")] = "quality",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="quality, fast, or none: no drift. May be given twice. Default: quality."
+        ),
+    ] = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Tokens read per key head; several make a sweep."),
@@ -67,11 +72,11 @@ def perplexity(
     from dspark_hf.benchmarks.environment import command_line, conditions, machine
     from dspark_hf.cli import session
     from dspark_hf.evaluation.budgets import LayerBudgets
-    from dspark_hf.evaluation.drift import perplexity_drift
+    from dspark_hf.evaluation.drift import perplexity_drifts
     from dspark_hf.evaluation.needle import needle_check
     from dspark_hf.evaluation.plots import require_matplotlib
 
-    policies = _policies(policy, tokens or [], predictor)
+    policies = _policies(policy or ["quality"], tokens or [], predictor)
     if (needle or prefill or budgets is not None or plot is not None) and not policies:
         raise ConfigError(
             "--needle, --prefill, --budgets and --plot need a policy; got --policy none. Choose "
@@ -99,13 +104,11 @@ def perplexity(
         results["perplexity"] = _plain(wrapped, tokenizer, data, context, scored)
     reports: dict[str, DriftReport] = {}
     if policies:
-        with counting(console, "policies", len(policies)) as tell:
-            for name, chosen in policies.items():
-                reports[name] = perplexity_drift(
-                    wrapped, tokenizer, data, chosen,
-                    context=context, scored=scored, path="prefill" if prefill else "steps",
-                )  # fmt: skip
-                tell(1)
+        with counting(console, "windows", None) as tell:
+            reports = perplexity_drifts(
+                wrapped, tokenizer, data, policies, observer=tell,
+                context=context, scored=scored, path="prefill" if prefill else "steps",
+            )  # fmt: skip
         _show_drift(reports)
         results["drift"] = [
             {"policy": name, "tokens": policies[name].tokens, "mass": policies[name].mass}
@@ -130,24 +133,32 @@ def perplexity(
 
 
 def _policies(
-    name: str, tokens: Sequence[int], predictor: str | None = None
+    names: Sequence[str], tokens: Sequence[int], predictor: str | None = None
 ) -> dict[str, SparsePolicy]:
     """Return the policies to measure, by the name that tables show."""
     from dspark_hf.attention.policy import PRESETS
 
-    if name == "none":
-        if tokens or predictor:
+    unknown = sorted({*names} - {*PRESETS, "none"})
+    if unknown:
+        raise ConfigError(
+            f"--policy must be one of {[*sorted(PRESETS), 'none']}; got {unknown[0]!r}."
+        )
+    if "none" in names:
+        if tokens or predictor or len(names) > 1:
             raise ConfigError(
-                "--tokens and --predictor need a policy; got --policy none with "
-                f"{predictor or list(tokens)}. Choose one of {sorted(PRESETS)}."
+                "--tokens, --predictor and another --policy need a policy; got --policy none with "
+                f"{[*(tokens or []), *filter(None, [predictor]), *names]}. Choose one of "
+                f"{sorted(PRESETS)}."
             )
         return {}
-    if name not in PRESETS:
-        raise ConfigError(f"--policy must be one of {[*sorted(PRESETS), 'none']}; got {name!r}.")
-    preset = PRESETS[name] if predictor is None else _with_predictor(PRESETS[name], predictor)
-    if not tokens:
-        return {name: preset}
-    return {f"{name} {count}": replace(preset, tokens=count) for count in sorted(set(tokens))}
+    policies = {}
+    for name in dict.fromkeys(names):
+        preset = PRESETS[name] if predictor is None else _with_predictor(PRESETS[name], predictor)
+        if not tokens:
+            policies[name] = preset
+        for count in sorted(set(tokens)):
+            policies[f"{name} {count}"] = replace(preset, tokens=count)
+    return policies
 
 
 def _with_prefill(policy: SparsePolicy) -> SparsePolicy:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def counting(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+def counting(console: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show a bar that fills up.
 
     Args:
         console: Where.
         what: What is counted.
-        total: How many there will be.
+        total: How many there will be; None if that is not known.
 
     Yields:
         Callable[[int], None]: To be told how many more are done.

@@ -26,6 +26,8 @@ from dspark_hf.targets.select import choose_target
 from dspark_hf.values import Feed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from dspark_hf.attention.sparse import PageCounts
@@ -89,19 +91,12 @@ class DriftReport:
         return asdict(self)
 
 
-@torch.inference_mode()
 def perplexity_drift(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     data: Any = None,
     policy: SparsePolicy | str = "quality",
-    *,
-    context: int = 8192,
-    scored: int = 4096,
-    scored_per_window: int = 512,
-    step_tokens: int = 1,
-    path: str = "steps",
-    seed: int = 0,
+    **options: Any,
 ) -> DriftReport:
     """Measure how much a sparse policy raises perplexity.
 
@@ -111,6 +106,40 @@ def perplexity_drift(
         data: See `corpus.read_documents`; None for Python's language reference.
         policy: A `SparsePolicy`, "quality" or "fast". Its `min_context` is not applied to steps:
             what is asked for is the drift of sparse ones. That of its `prefill` is, to prompts.
+        options: See `perplexity_drifts`.
+
+    Returns:
+        DriftReport: Perplexities, drift with its interval, and what was read.
+
+    Raises:
+        ConfigError: See `perplexity_drifts`.
+        NotImplementedError: If the model does not run on the flat target.
+    """
+    return perplexity_drifts(model, tokenizer, data, {"": policy}, **options)[""]
+
+
+@torch.inference_mode()
+def perplexity_drifts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Any,
+    policies: Mapping[str, SparsePolicy | str],
+    *,
+    context: int = 8192,
+    scored: int = 4096,
+    scored_per_window: int = 512,
+    step_tokens: int = 1,
+    path: str = "steps",
+    seed: int = 0,
+    observer: Callable[[int], None] | None = None,
+) -> dict[str, DriftReport]:
+    """Measure several policies against the same dense reading, which is done once.
+
+    Args:
+        model: A causal LM that runs on the flat target, wrapped or not.
+        tokenizer: Its tokenizer.
+        data: See `corpus.read_documents`; None for Python's language reference.
+        policies: By name; see `perplexity_drift`.
         context: Tokens of a window, prompt and continuation.
         scored: Tokens scored in all, at most; windows are spread evenly over the text.
         scored_per_window: Last tokens of a window, which are scored; at most `scored`.
@@ -118,54 +147,52 @@ def perplexity_drift(
         path: "steps" reads a window's prompt densely and feeds its last tokens step by step;
             "prefill" reads the whole window as a prompt, sparsely by the policy's `prefill`.
         seed: Of the bootstrap.
+        observer: Told 1 after every window.
 
     Returns:
-        DriftReport: Perplexities, drift with its interval, and what was read.
+        dict[str, DriftReport]: By the policies' names.
 
     Raises:
-        ConfigError: If the text is shorter than a window, if nothing was read sparsely, as then
-            nothing would have been measured, or for "prefill" without one in the policy.
+        ConfigError: If the text is shorter than a window, if a policy read nothing sparsely, as
+            then nothing would have been measured, or for "prefill" without one in a policy.
         NotImplementedError: If the model does not run on the flat target.
     """
-    chosen = resolve_policy(policy)
-    if chosen is None:
-        raise ConfigError("policy must be a SparsePolicy, 'quality' or 'fast'; got None.")
+    chosen = {name: _resolved(policy, path) for name, policy in policies.items()}
     scored_per_window = min(scored_per_window, scored)
     if not 0 < scored_per_window < context:
         raise ConfigError(
             f"scored_per_window must lie between 1 and context - 1 = {context - 1}; got "
             f"{scored_per_window}."
         )
+    choose_target(model).require_sparse(model, "Measure it with perplexity().")
+    windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window))
+    measured = {name: _Measured(policy) for name, policy in chosen.items()}
+    score = _score_prompt if path == "prefill" else _score_steps
+    for ids in windows:
+        score(model, ids, scored_per_window, step_tokens, list(measured.values()))
+        if observer is not None:
+            observer(1)
+    return {
+        name: one.report(
+            path, seed, windows=len(windows), context=context, step_tokens=step_tokens
+        )
+        for name, one in measured.items()
+    }
+
+
+def _resolved(policy: SparsePolicy | str | None, path: str) -> SparsePolicy:
+    """Return the policy to measure on a path."""
+    chosen = resolve_policy(policy)
+    if chosen is None:
+        raise ConfigError("policy must be a SparsePolicy, 'quality' or 'fast'; got None.")
     if path not in PATHS:
         raise ConfigError(f"path must be one of {list(PATHS)}; got {path!r}.")
-    prefill = chosen.prefill
-    if path == "prefill" and prefill is None:
+    if path == "prefill" and chosen.prefill is None:
         raise ConfigError(
             "path='prefill' needs a policy that reads prompts sparsely; got one with prefill None. "
             "Set its prefill=SparsePrefill()."
         )
-    choose_target(model).require_sparse(model, "Measure it with perplexity().")
-    windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window))
-    pairs, stats = _Pairs(), SparseStats()
-    for ids in windows:
-        if path == "prefill":
-            _score_prompt(model, ids, scored_per_window, chosen, stats, pairs)
-        else:
-            _score_steps(model, ids, scored_per_window, step_tokens, chosen, stats, pairs)
-    counts = stats.prefill if path == "prefill" else stats
-    if not counts.calls:
-        raise ConfigError(
-            f"the policy must act to be measured; with {context} tokens of context nothing was "
-            "read selectively. Raise context, or lower the policy's tokens."
-        )
-    return pairs.report(
-        counts,
-        windows=len(windows),
-        context=context,
-        step_tokens=prefill.block if path == "prefill" and prefill else step_tokens,
-        path=path,
-        seed=seed,
-    )
+    return chosen
 
 
 def spread_windows(
@@ -195,16 +222,22 @@ def spread_windows(
     return [ids[start : start + context] for start in starts]
 
 
-class _Pairs:
-    """Per scored token, what both ways of decoding said."""
+class _Measured:
+    """One policy: what it read, and what it and dense reading said per scored token."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: SparsePolicy) -> None:
+        self.policy = policy
+        self.stats = SparseStats()
         self.dense: list[float] = []
         self.sparse: list[float] = []
         self.kl: list[float] = []
         self.same: list[float] = []
         self.overlap: list[float] = []
         self.seconds = [0.0, 0.0]
+
+    def row(self) -> SparseRow:
+        """Return what makes a target's row read by the policy."""
+        return SparseRow(self.policy, self.stats, 0)
 
     def add(self, dense: torch.Tensor, sparse: torch.Tensor, wanted: torch.Tensor) -> None:
         """Compare log probabilities (T, V) about wanted tokens (T,)."""
@@ -217,16 +250,31 @@ class _Pairs:
         self.overlap += torch.minimum(p, q).sum(dim=-1).tolist()
 
     def add_all(
-        self, dense: torch.Tensor, sparse: torch.Tensor, ids: list[int], first: int
+        self,
+        dense: torch.Tensor,
+        sparse: torch.Tensor,
+        ids: list[int],
+        first: int,
+        seconds: tuple[float, float],
     ) -> None:
         """Compare logits (T, V) of both ways about the tokens behind position `first`."""
+        self.seconds = [so_far + more for so_far, more in zip(self.seconds, seconds, strict=True)]
         wanted = torch.tensor(ids[first + 1 :], device=dense.device).split(BLOCK_TOKENS)
         blocks = zip(dense.split(BLOCK_TOKENS), sparse.split(BLOCK_TOKENS), wanted, strict=True)
         for a, b, tokens in blocks:
             self.add(torch.log_softmax(a, dim=-1), torch.log_softmax(b, dim=-1), tokens)
 
-    def report(self, stats: PageCounts, *, seed: int, **facts: Any) -> DriftReport:
-        """Sum up."""
+    def report(self, path: str, seed: int, **facts: Any) -> DriftReport:
+        """Sum up what was measured on a path."""
+        prefill = self.policy.prefill
+        stats: PageCounts = self.stats
+        if path == "prefill" and prefill is not None:
+            stats, facts["step_tokens"] = self.stats.prefill, prefill.block
+        if not stats.calls:
+            raise ConfigError(
+                f"the policy must act to be measured; with {facts['context']} tokens of context "
+                "nothing was read selectively. Raise context, or lower the policy's tokens."
+            )
         dense, sparse = np.array(self.dense), np.array(self.sparse)
         return DriftReport(
             ppl_dense=math.exp(dense.mean()),
@@ -243,6 +291,7 @@ class _Pairs:
             scored=len(dense),
             dense_s=self.seconds[0],
             sparse_s=self.seconds[1],
+            path=path,
             **facts,
         )
 
@@ -262,28 +311,27 @@ def _score_steps(
     ids: list[int],
     num_scored: int,
     step_tokens: int,
-    policy: SparsePolicy,
-    stats: SparseStats,
-    pairs: _Pairs,
+    measured: Sequence[_Measured],
 ) -> None:
-    """Decode a window's last tokens densely, go back, and decode them by the policy."""
+    """Decode a window's last tokens densely, go back, and decode them by each policy."""
     target = FlatTarget(model, len(ids) + step_tokens)
     first = len(ids) - num_scored - 1
     for begin in range(0, first, PREFILL_TOKENS):
         fed = ids[begin : min(begin + PREFILL_TOKENS, first)]
         target.forward([Feed(0, fed, 1, is_prompt=True)])
-    dense, pairs.seconds[0] = _steps(target, ids, first, step_tokens, pairs.seconds[0])
-    target.rollback(0, first)
-    target.read_sparsely(0, SparseRow(policy, stats, 0))
-    sparse, pairs.seconds[1] = _steps(target, ids, first, step_tokens, pairs.seconds[1])
-    pairs.add_all(dense, sparse, ids, first)
+    dense, dense_s = _steps(target, ids, first, step_tokens)
+    for one in measured:
+        target.rollback(0, first)
+        target.read_sparsely(0, one.row())
+        sparse, sparse_s = _steps(target, ids, first, step_tokens)
+        one.add_all(dense, sparse, ids, first, (dense_s, sparse_s))
 
 
 def _steps(
-    target: FlatTarget, ids: list[int], first: int, step_tokens: int, seconds: float
+    target: FlatTarget, ids: list[int], first: int, step_tokens: int
 ) -> tuple[torch.Tensor, float]:
-    """Feed ids[first:-1] step by step; return the logits (T, V) and the seconds so far."""
-    parts = []
+    """Feed ids[first:-1] step by step; return the logits (T, V) and the seconds."""
+    parts, seconds = [], 0.0
     for begin in range(first, len(ids) - 1, step_tokens):
         fed = ids[begin : min(begin + step_tokens, len(ids) - 1)]
         start = perf_counter()
@@ -297,17 +345,22 @@ def _score_prompt(
     model: PreTrainedModel,
     ids: list[int],
     num_scored: int,
-    policy: SparsePolicy,
-    stats: SparseStats,
-    pairs: _Pairs,
+    _step_tokens: int,
+    measured: Sequence[_Measured],
 ) -> None:
     """Read a window as a prompt, as generate() does, densely and then in blocks."""
-    target, logits = FlatTarget(model, len(ids)), []
-    for way, row in enumerate((None, SparseRow(policy, stats, 0))):
-        target.read_sparsely(0, row)
-        start = perf_counter()
-        logits += target.forward([Feed(0, ids[:-1], num_scored, is_prompt=True)])
-        pairs.seconds[way] += perf_counter() - start
-        target.rollback(0, 0)
-    dense, sparse = logits
-    pairs.add_all(dense, sparse, ids, len(ids) - num_scored - 1)
+    target, first = FlatTarget(model, len(ids)), len(ids) - num_scored - 1
+    dense, dense_s = _prompt(target, ids, num_scored)
+    for one in measured:
+        target.read_sparsely(0, one.row())
+        sparse, sparse_s = _prompt(target, ids, num_scored)
+        one.add_all(dense, sparse, ids, first, (dense_s, sparse_s))
+
+
+def _prompt(target: FlatTarget, ids: list[int], num_scored: int) -> tuple[torch.Tensor, float]:
+    """Read a prompt and take it back; return the last tokens' logits (T, V) and the seconds."""
+    start = perf_counter()
+    logits = target.forward([Feed(0, ids[:-1], num_scored, is_prompt=True)])[0]
+    seconds = perf_counter() - start
+    target.rollback(0, 0)
+    return logits, seconds
