@@ -173,9 +173,7 @@ def perplexity_drifts(
         if observer is not None:
             observer(1)
     return {
-        name: one.report(
-            path, seed, windows=len(windows), context=context, step_tokens=step_tokens
-        )
+        name: one.report(path, seed, windows=len(windows), context=context, step_tokens=step_tokens)
         for name, one in measured.items()
     }
 

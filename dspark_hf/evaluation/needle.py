@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.corpus import read_documents
+from dspark_hf.evaluation.drift import PREFILL_TOKENS
 from dspark_hf.evaluation.perplexity import encode
+from dspark_hf.losslessness import end_ids
+from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.select import choose_target
+from dspark_hf.values import Feed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +30,7 @@ DEPTHS = tuple((i + 0.5) / 10 for i in range(10))
 NEEDLE = "\n\nThe secret code is {code}. Remember it.\n\n"
 QUESTION = "\n\nQuestion: What is the secret code?\nAnswer: The secret code is"
 DENSE = "dense"
+_UNREAD = object()
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ def needle_check(
     """Ask for a hidden code, densely and by each policy.
 
     Args:
-        model: Wrapped, on the flat target.
+        model: A causal LM that runs on the flat target, wrapped or not.
         tokenizer: Its tokenizer.
         policies: By name. Their `min_context` is not applied.
         data: Filler, see `corpus.read_documents`.
@@ -125,34 +132,45 @@ def needle_check(
     filler: list[int] = []
     for document in read_documents(data):
         filler.extend(encode(tokenizer, document))
+    choose_target(model).require_sparse(model, "No policy can be checked.")
     stream = random.Random(seed)  # noqa: S311 - no secret, and codes should repeat
     results = []
     for depth in depths:
         hay = hide(tokenizer, filler, context, depth, str(stream.randint(10_000, 99_999)))
+        target = FlatTarget(model, context + max_new_tokens)
+        read_by: object = _UNREAD
         for name, policy in {DENSE: None, **policies}.items():
-            results.append(_ask(model, tokenizer, hay, depth, name, policy, max_new_tokens))
+            reader = policy if policy is not None and policy.prefill is not None else None
+            stats = SparseStats()
+            row = None if policy is None else SparseRow(policy, stats, 0)
+            target.read_sparsely(0, row)
+            # What has read a prompt alike need not read it again.
+            if read_by is not reader:
+                if read_by is not _UNREAD:
+                    target.rollback(0, 0)
+                _read(target, hay.ids[:-1])
+                read_by = reader
+            answer = _answer(model, tokenizer, target, hay.ids, max_new_tokens)
+            calls = stats.calls + stats.prefill_calls
+            results.append(NeedleResult(name, depth, hay.code, answer, hay.code in answer, calls))
             if observer is not None:
                 observer(1)
     return results
 
 
-def _ask(
-    model: Any,
-    tokenizer: Any,
-    hay: Haystack,
-    depth: float,
-    name: str,
-    policy: SparsePolicy | None,
-    max_new_tokens: int,
-) -> NeedleResult:
-    ids = torch.tensor([hay.ids], device=model.device)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    mask, calls = torch.ones_like(ids), 0
-    if policy is None:
-        out = model.generate(input_ids=ids, attention_mask=mask, **options)
-    else:
-        with model.dspark.sparse_attention(policy.replace(min_context=0)) as stats:
-            out = model.generate(input_ids=ids, attention_mask=mask, **options)
-        calls = stats.calls
-    answer = str(tokenizer.decode(out[0, len(hay.ids) :], skip_special_tokens=True))
-    return NeedleResult(name, depth, hay.code, answer, hay.code in answer, calls)
+def _read(target: FlatTarget, ids: Sequence[int]) -> None:
+    """Read a prompt, some thousand tokens at a time."""
+    for begin in range(0, len(ids), PREFILL_TOKENS):
+        target.forward([Feed(0, list(ids[begin : begin + PREFILL_TOKENS]), 1, is_prompt=True)])
+
+
+def _answer(
+    model: Any, tokenizer: Any, target: FlatTarget, ids: Sequence[int], max_new_tokens: int
+) -> str:
+    """Decode greedily behind a prompt whose last token was not read yet; go back to there."""
+    ends, token, answer = end_ids(model, {}), ids[-1], []
+    while len(answer) < max_new_tokens and token not in ends:
+        token = int(target.forward([Feed(0, [token], 1)])[0][-1].argmax())
+        answer.append(token)
+    target.rollback(0, len(ids) - 1)
+    return str(tokenizer.decode(answer, skip_special_tokens=True))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from dspark_hf.attention.policy import SparsePolicy
-from dspark_hf.attention.sparse import SparseStats
+from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.cli.app import app
 from dspark_hf.errors import ConfigError
-from dspark_hf.evaluation import LayerBudgets
+from dspark_hf.evaluation import LayerBudgets, needle
 from dspark_hf.evaluation.needle import DEPTHS, NEEDLE, hide, needle_check
 from evaluation_files import save_target
 from harness import wrapped
@@ -142,11 +140,11 @@ def test_options_that_do_not_fit_are_refused_in_one_line(
 
 def test_a_haystack_has_its_length_and_its_needle_in_place(saved: tuple[Path, Any, Any]) -> None:
     tokenizer = saved[2]
-    needle = tokenizer(NEEDLE.format(code="2"), add_special_tokens=False)["input_ids"]
+    hidden = tokenizer(NEEDLE.format(code="2"), add_special_tokens=False)["input_ids"]
     for depth in DEPTHS:
         ids = hide(tokenizer, [3] * 500, 200, depth, "2").ids
         assert len(ids) == 200
-        place = next(i for i in range(200) if ids[i : i + len(needle)] == needle)
+        place = next(i for i in range(200) if ids[i : i + len(hidden)] == hidden)
         assert ids[:place] == [3] * place
         assert place == round(depth * ids.count(3))
     for context in (10, 5000):
@@ -166,29 +164,6 @@ def test_with_all_pages_the_answers_are_the_dense_ones(saved: tuple[Path, Any, A
         assert dense.calls == 0 < full.calls
 
 
-class Finder:
-    """Answers with the code it is asked for when dense, with a wrong one when sparse."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.is_sparse = False
-        self.dspark = SimpleNamespace(sparse_attention=self._sparse)
-
-    @contextmanager
-    def _sparse(self, policy: SparsePolicy) -> Iterator[SparseStats]:
-        assert policy.min_context == 0
-        self.is_sparse = True
-        yield SparseStats(calls=1)
-        self.is_sparse = False
-
-    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        text = "".join(map(chr, input_ids[0].tolist()))
-        code = text.split("code is ")[1][:5]
-        answer = code[:-1] if self.is_sparse else f" {code}."
-        return torch.cat([input_ids, torch.tensor([[ord(c) for c in answer]])], dim=1)
-
-
 class Letters:
     """A tokenizer of characters."""
 
@@ -201,9 +176,32 @@ class Letters:
         return "".join(map(chr, ids.tolist()))
 
 
-def test_a_code_counts_as_found_only_in_whole() -> None:
-    model: Any = Finder()
+def test_a_code_counts_as_found_only_in_whole(
+    saved: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = itertools.count()
+
+    def answer(_model: Any, tokenizer: Any, _target: Any, ids: list[int], _most: int) -> str:
+        code = tokenizer.decode(torch.tensor(ids)).split("code is ")[1][:5]
+        return str(code[:-1]) if next(asked) % 2 else f" {code}."
+
+    monkeypatch.setattr(needle, "_read", lambda _target, _ids: None)
+    monkeypatch.setattr(needle, "_answer", answer)
     tokenizer: Any = Letters()
-    answers = needle_check(model, tokenizer, {"few": FULL}, "grass " * 100, context=300)
+    answers = needle_check(saved[1], tokenizer, {"few": FULL}, "grass " * 100, context=300)
     assert [answer.found for answer in answers] == [True, False] * 10
     assert len({answer.code for answer in answers}) == 10
+
+
+def test_prompts_in_blocks_are_read_by_each_policy_and_others_once(
+    saved: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model, tokenizer = saved
+    reads, read = [], needle._read
+    monkeypatch.setattr(needle, "_read", lambda *args: reads.append(read(*args)))
+    blocks = replace(FULL, prefill=SparsePrefill(tokens=96, min_context=0))
+    policies = {"all": FULL, "blocks": blocks, "again": FULL}
+    answers = needle_check(model, tokenizer, policies, context=200, depths=(0.5,), max_new_tokens=2)
+    assert len(reads) == 3
+    assert len({a.answer for a in answers if a.policy != "blocks"}) == 1
+    assert answers[2].calls > answers[1].calls

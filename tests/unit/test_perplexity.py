@@ -21,6 +21,7 @@ from dspark_hf.attention.sparse import SparseReading, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import perplexity, perplexity_drift
 from dspark_hf.evaluation.corpus import read_documents
+from dspark_hf.evaluation.drift import perplexity_drifts
 from dspark_hf.evaluation.perplexity import windows_of
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.values import Feed
@@ -206,6 +207,23 @@ def llama() -> Any:
 def drift(model: Any, policy: SparsePolicy, ids: list[int] | None = None, **kwargs: Any) -> Any:
     settings = {"context": 150, "scored": 40, "scored_per_window": 20, **kwargs}
     return perplexity_drift(model, word_tokenizer(), text_of(ids or words(400)), policy, **settings)
+
+
+@pytest.mark.parametrize("path", ["steps", "prefill"])
+def test_policies_measured_together_say_what_they_say_alone(llama: Any, path: str) -> None:
+    prefill = SparsePrefill(tokens=96, min_context=0)
+    policies = {
+        "few": LEAST.replace(prefill=prefill),
+        "more": LEAST.replace(tokens=128, prefill=SparsePrefill(tokens=128, min_context=0)),
+    }
+    both = perplexity_drifts(
+        llama, word_tokenizer(), text_of(words(400)), policies,
+        context=150, scored=40, scored_per_window=20, path=path,
+    )  # fmt: skip
+    for name, policy in policies.items():
+        alone = drift(llama, policy, path=path)
+        for field in ("ppl_dense", "ppl_sparse", "mean_pages", "sparse_calls", "kl"):
+            assert getattr(both[name], field) == pytest.approx(getattr(alone, field), rel=1e-6)
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7])
