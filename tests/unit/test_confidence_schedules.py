@@ -187,6 +187,26 @@ def test_a_budget_asks_for_little_more_than_it_verifies_and_grows_again() -> Non
     assert after(0.99, 60) == 8
 
 
+def test_a_budget_that_buys_nothing_drafts_now_and_then_and_comes_back() -> None:
+    schedule = BudgetSchedule(8, known(lambda width: 0.6 + 0.4 * width))
+    for _ in range(6):
+        schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
+
+    def asked(told: float, num_rounds: int) -> list[int]:
+        lengths = []
+        for _ in range(num_rounds):
+            (length,) = schedule.ask(rows())
+            schedule.cut(rows(), [Draft(length, 0, (told,) * length)])
+            lengths.append(length)
+        return lengths
+
+    assert asked(0.1, 9)[0] == 8
+    idle = asked(0.1, 64)
+    assert set(idle) == {0, 1}
+    assert sum(idle) == 8
+    assert asked(0.99, 200)[-1] >= 7
+
+
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.3 * (width - 2), num_rows=2))
     drafts = [Draft(3, 0, (0.9, 0.9, 0.1)), Draft(3, 0, (0.2, 0.2, 0.2))]

@@ -27,6 +27,8 @@ AVERAGED = 8
 """Drafts of a row that its budget is averaged over."""
 RECENT_ROUNDS, SPARE_TOKENS = 8, 1
 """Rounds whose longest verified draft, and this many tokens more, the next ones are asked for."""
+DRAFTS_APART = 8
+"""Rounds from one draft to the next while none is worth verifying: drafting costs as well."""
 
 
 class _ConfidenceSchedule:
@@ -143,7 +145,8 @@ class BudgetSchedule(_ConfidenceSchedule):
     The budget is the best number over all, by the mean survivals of each row's drafts up to two of
     them earlier; a row that has not drafted twice counts as drafts of its signal usually went. Rows
     may join and leave at any time. The current survivals only rank (`selection.frontier`). No more
-    tokens are asked for than lately were verified of the longest draft, and one more.
+    tokens are asked for than lately were verified of the longest draft, and one more; while nothing
+    is verified, that is asked for now and then only.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
@@ -154,12 +157,16 @@ class BudgetSchedule(_ConfidenceSchedule):
         super().__init__(max_tokens, costs)
         self._past: dict[int, deque[list[float]]] = {}
         self._longest: deque[int] = deque(maxlen=RECENT_ROUNDS)
+        self._rounds = 0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for a little more than was worth verifying lately."""
         asked = super().ask(rows)
         if len(self._longest) < RECENT_ROUNDS:
             return asked
+        self._rounds += 1
+        if not max(self._longest) and self._rounds % DRAFTS_APART:
+            return [0] * len(rows)
         return [min(length, max(self._longest) + SPARE_TOKENS) for length in asked]
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
