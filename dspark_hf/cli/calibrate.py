@@ -22,7 +22,7 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
     drafter: Annotated[str, typer.Option(help="Folder or hub id of a block drafter.")],
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file of prompts. Default: 28 of the shipped ones.")
+        Path | None, typer.Option(help="JSONL file of prompts. Default: the 120 shipped for it.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Prompts per group at most. Default: all.")

@@ -28,7 +28,7 @@ def acceptance(
         typer.Option(help="Another drafter to compare with; may be repeated."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file of prompts. Default: 32 of the shipped ones.")
+        Path | None, typer.Option(help="JSONL file of prompts. Default: the 60 shipped for it.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Prompts per group at most. Default: all.")

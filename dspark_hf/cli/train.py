@@ -135,7 +135,7 @@ def train(
     ] = None,
     calibrate: Annotated[bool | None, _option("Fit confidences at the end.", RESULT)] = None,
     calibration_prompts: Annotated[
-        Path | None, _option("JSONL file. Default: prompts of this package.", RESULT)
+        Path | None, _option("JSONL file. Default: the 120 shipped for it.", RESULT)
     ] = None,
     calibration_tokens: Annotated[
         int | None, _option("Per prompt and temperature. Default: 128.", RESULT)

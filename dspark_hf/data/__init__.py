@@ -27,7 +27,7 @@ class Prompt:
 
 
 def load_prompts(group: str | None = None) -> list[Prompt]:
-    """Return the prompts that ship with the package, in file order.
+    """Return the prompts that ship for measuring, in file order: never learned from or fitted on.
 
     Args:
         group: One of `GROUPS`; None returns all groups.
@@ -38,11 +38,30 @@ def load_prompts(group: str | None = None) -> list[Prompt]:
     Raises:
         ConfigError: If there is no such group.
     """
+    return _load("prompts.jsonl", group)
+
+
+def load_calibration_prompts(group: str | None = None) -> list[Prompt]:
+    """Return the prompts that ship for calibrating confidences: others, of the same kinds.
+
+    Args:
+        group: One of `GROUPS`; None returns all groups.
+
+    Returns:
+        list[Prompt]: 120 for all groups.
+
+    Raises:
+        ConfigError: If there is no such group.
+    """
+    return _load("calibration.jsonl", group)
+
+
+def _load(name: str, group: str | None) -> list[Prompt]:
     if group is not None and group not in GROUPS:
         raise ConfigError(
             f"group must be one of {list(GROUPS)} or None; got {group!r}. Pass None for all groups."
         )
-    text = resources.files(__name__).joinpath("prompts.jsonl").read_text(encoding="utf-8")
+    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
     records = [json.loads(line) for line in text.splitlines()]
     return [
         Prompt(id=record["id"], group=record["group"], text=record["prompt"])

@@ -20,7 +20,11 @@ from dspark_hf.evaluation.rounds import (
     drafting_with,
     uncalibrated,
 )
-from dspark_hf.verification.calibration import area_under_curve, expected_calibration_error
+from dspark_hf.verification.calibration import (
+    area_under_curve,
+    error_by_chance,
+    expected_calibration_error,
+)
 from dspark_hf.verification.scaling import Scaling, Scalings, fit_sts
 
 if TYPE_CHECKING:
@@ -258,6 +262,11 @@ def position_errors(rounds: BlockRounds, stated: NDArray[np.float64]) -> list[fl
     return [
         expected_calibration_error(*outcomes_at(rounds, stated, k)) for k in range(stated.shape[1])
     ]
+
+
+def chance_errors(rounds: BlockRounds, stated: NDArray[np.float64]) -> list[float]:
+    """Return the error that chance alone would give at every position."""
+    return [error_by_chance(outcomes_at(rounds, stated, k)[0]) for k in range(stated.shape[1])]
 
 
 def position_aucs(rounds: BlockRounds, stated: NDArray[np.float64]) -> list[float | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dspark_hf.evaluation.calibrate import (
+    chance_errors,
     outcomes_at,
     position_aucs,
     position_errors,
@@ -107,6 +108,7 @@ def calibration_figures(rounds: BlockRounds, scaling: Scaling) -> dict[str, Any]
         reached = _reached(rounds)
         figures[name] = {
             "ece_by_position": [round(x, 6) for x in position_errors(rounds, survival)],
+            "chance_by_position": [round(x, 6) for x in chance_errors(rounds, survival)],
             "auc_by_position": position_aucs(rounds, survival),
             "ece": round(expected_calibration_error(said, came), 6),
             "auc": _number(area_under_curve(said, came)),

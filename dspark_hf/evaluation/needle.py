@@ -168,7 +168,8 @@ def _answer(
     model: Any, tokenizer: Any, target: FlatTarget, ids: Sequence[int], max_new_tokens: int
 ) -> str:
     """Decode greedily behind a prompt whose last token was not read yet; go back to there."""
-    ends, token, answer = end_ids(model, {}), ids[-1], []
+    ends, token = end_ids(model, {}), ids[-1]
+    answer: list[int] = []
     while len(answer) < max_new_tokens and token not in ends:
         token = int(target.forward([Feed(0, [token], 1)])[0][-1].argmax())
         answer.append(token)

@@ -1,11 +1,11 @@
-"""Prompts of an evaluation: halves of the shipped ones that never meet, or a file of one's own."""
+"""Prompts of an evaluation and those of a calibration, which never meet; or a file of one's own."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING
 
-from dspark_hf.data import GROUPS, Prompt, load_prompts
+from dspark_hf.data import GROUPS, Prompt, load_calibration_prompts, load_prompts
 from dspark_hf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,21 +16,21 @@ FIELDS = ("prompt", "text")
 
 
 def evaluation_prompts(limit: int | None = None) -> list[Prompt]:
-    """Return the shipped prompts that drafters are judged by: every other one, from the first.
+    """Return the shipped prompts that drafters are judged by.
 
     Args:
-        limit: Prompts per group at most, of 8; None for all.
+        limit: Prompts per group at most, of 15; None for all.
     """
-    return [prompt for group in GROUPS for prompt in load_prompts(group)[::2][:limit]]
+    return [prompt for group in GROUPS for prompt in load_prompts(group)[:limit]]
 
 
 def calibration_prompts(limit: int | None = None) -> list[Prompt]:
-    """Return the shipped prompts that confidences are calibrated on: those between.
+    """Return the shipped prompts that confidences are calibrated on.
 
     Args:
-        limit: Prompts per group at most, of 7; None for all.
+        limit: Prompts per group at most, of 18 to 36; None for all 120.
     """
-    return [prompt for group in GROUPS for prompt in load_prompts(group)[1::2][:limit]]
+    return [prompt for group in GROUPS for prompt in load_calibration_prompts(group)[:limit]]
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:

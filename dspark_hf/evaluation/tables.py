@@ -99,7 +99,8 @@ def _depth(run: Mapping[str, Any], note: str) -> Table:
 def _calibration(run: Mapping[str, Any], note: str) -> Table:
     calibration = run["calibration"]
     header = [
-        "position", "decoding", "temperature", "shift", "error before", "error after", "AUC",
+        "position", "decoding", "temperature", "shift", "error before", "error after", "by chance",
+        "AUC",
     ]  # fmt: skip
     rows = []
     for entry in _totals(calibration["groups"]):
@@ -109,24 +110,26 @@ def _calibration(run: Mapping[str, Any], note: str) -> Table:
             entry["scaling"]["shifts"],
             before["ece_by_position"],
             after["ece_by_position"],
+            after["chance_by_position"],
             after["auc_by_position"],
             strict=True,
         )
-        for k, (heat, shift, old, new, auc) in enumerate(columns, start=1):
+        for k, (heat, shift, old, new, chance, auc) in enumerate(columns, start=1):
             rows.append(
                 [
                     str(k), decoding(entry["temperature"]), f"{heat:.2f}",
-                    f"{shift:+.2f}", f"{old:.1%}", f"{new:.1%}", _ranks(auc),
+                    f"{shift:+.2f}", f"{old:.1%}", f"{new:.1%}", f"{chance:.1%}", _ranks(auc),
                 ]
             )  # fmt: skip
         rows.append(
             [
                 "all", decoding(entry["temperature"]), "", "", f"{before['ece']:.1%}",
-                f"{after['ece']:.1%}", _ranks(after["auc"]),
+                f"{after['ece']:.1%}", "", _ranks(after["auc"]),
             ]
         )  # fmt: skip
     text = (
-        "Expected calibration error of the survival of the first k drafts; scaling "
+        "Expected calibration error of the survival of the first k drafts; by chance: the error of "
+        "scaled confidences if they were right, as outcomes are finite; scaling "
         f"{calibration['source']}. {note}"
     )
     return Table(f"calibration of {run['drafter']}, {run['dtype']}", header, rows, text)

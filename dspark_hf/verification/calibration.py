@@ -110,6 +110,28 @@ def expected_calibration_error(
     return float(np.abs(gaps).sum() / said.size)
 
 
+def error_by_chance(
+    probabilities: ArrayLike, bins: int = BINS, *, draws: int = 200, seed: int = 0
+) -> float:
+    """The calibration error that these predictions have on average where they are right.
+
+    Few outcomes never come as often as was said; an error near this one tells of no fault.
+
+    Args:
+        probabilities: Predictions in [0, 1], of any shape.
+        bins: Number of equal bins.
+        draws: Times that outcomes are drawn by the predictions.
+        seed: Of the draws.
+
+    Returns:
+        float: The mean of `expected_calibration_error` over the draws; 0 for no predictions.
+    """
+    said = np.asarray(probabilities, dtype=np.float64).ravel()
+    stream = np.random.default_rng(seed)
+    came = (stream.random(said.size) < said for _ in range(draws))
+    return float(np.mean([expected_calibration_error(said, drawn, bins) for drawn in came]))
+
+
 def area_under_curve(probabilities: ArrayLike, outcomes: ArrayLike) -> float:
     """The probability that a random true case is ranked above a random false one; ties count half.
 

@@ -12,6 +12,7 @@ from dspark_hf.errors import ShapeError
 from dspark_hf.verification.calibration import (
     OnlineCalibration,
     area_under_curve,
+    error_by_chance,
     expected_calibration_error,
     reliability,
 )
@@ -111,3 +112,13 @@ def test_only_tested_tokens_count() -> None:
     low, high = calibration([0.25, 0.75])
     assert low < 0.05
     assert high == pytest.approx(0.75, abs=0.01)
+
+
+def test_the_error_by_chance_is_that_of_predictions_that_are_right() -> None:
+    stream = np.random.default_rng(1)
+    said = stream.random(3000)
+    errors = [expected_calibration_error(said, stream.random(3000) < said) for _ in range(60)]
+    assert error_by_chance(said) == pytest.approx(np.mean(errors), rel=0.1)
+    assert error_by_chance(said[:300]) > 2.5 * error_by_chance(said)
+    assert error_by_chance([0.0, 1.0]) == 0.0
+    assert error_by_chance([]) == 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dspark_hf import demo_model
-from dspark_hf.data import GROUPS, Prompt, load_prompts
+from dspark_hf.data import GROUPS, Prompt, load_calibration_prompts, load_prompts
 from dspark_hf.demo_model import prepare_smollm2
 from dspark_hf.errors import CheckpointError, ConfigError
 
@@ -52,6 +52,18 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_are_fifteen_prompts_in_each_group() -> None:
     counts = Counter(prompt.group for prompt in load_prompts())
     assert counts == dict.fromkeys(GROUPS, 15)
+
+
+def test_prompts_to_calibrate_on_share_no_five_words_with_those_to_measure_by() -> None:
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = "".join(c if c.isalnum() else " " for c in text.lower()).split()
+        return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
+
+    fitted = load_calibration_prompts()
+    measured = {run for prompt in load_prompts() for run in runs(prompt.text)}
+    assert not [p.id for p in fitted if runs(p.text) & measured]
+    assert len({p.id for p in fitted} | {p.id for p in load_prompts()}) == 180
+    assert {p.group for p in fitted} == set(GROUPS)
 
 
 def test_prompt_ids_and_texts_are_unique() -> None:

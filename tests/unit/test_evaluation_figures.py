@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_hf.benchmarks.markers import as_markdown, update_markers
-from dspark_hf.data import GROUPS, load_prompts
+from dspark_hf.data import GROUPS, load_calibration_prompts, load_prompts
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import figures, plots
 from dspark_hf.evaluation.acceptance import (
@@ -193,7 +193,8 @@ def test_plots_ask_for_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_of_evaluation_and_calibration_never_meet() -> None:
     judged, fitted = evaluation_prompts(), calibration_prompts()
     assert {prompt.id for prompt in judged}.isdisjoint(prompt.id for prompt in fitted)
-    assert len(judged) + len(fitted) == len(load_prompts())
+    assert {prompt.text for prompt in judged}.isdisjoint(prompt.text for prompt in fitted)
+    assert (judged, fitted) == (load_prompts(), load_calibration_prompts())
     for part in (evaluation_prompts(3), calibration_prompts(3)):
         assert [prompt.group for prompt in part] == [g for g in GROUPS for _ in range(3)]
 
