@@ -7,14 +7,18 @@ chosen jointly over heads and pages. Prompts are read densely, or as `SparsePref
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from dspark_hf import compat
 from dspark_hf.attention.pages import PAGE
 from dspark_hf.attention.predictors import BoundPredictor, TrainedPredictor
 from dspark_hf.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
     from dspark_hf.attention.predictors import Predictor
@@ -48,6 +52,24 @@ class BudgetPolicy(Protocol):
         """Return the factor on the policy's budget for one layer and step, at least 0."""
 
 
+@runtime_checkable
+class LayeredBudget(Protocol):
+    """What a budget has besides, if it has factors by layer: it only fits models with as many."""
+
+    @property
+    def by_layer(self) -> Sequence[float]:
+        """One factor per layer of the model; empty for the same at all."""
+
+
+def _check_factors(name: str, factors: Sequence[float]) -> None:
+    """Refuse factors that no number of tokens can be multiplied by."""
+    if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
+        raise ConfigError(
+            f"{name} must be finite and at least 0; got {', '.join(map(str, factors))}. Give 0 "
+            "where only sink and recent pages are to be read, and 1 for the policy's tokens."
+        )
+
+
 @dataclass(frozen=True)
 class FlatBudget:
     """The same budget everywhere, or one factor per layer.
@@ -58,6 +80,10 @@ class FlatBudget:
 
     by_layer: tuple[float, ...] = ()
     needs_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse factors that cannot be honoured."""
+        _check_factors("by_layer", self.by_layer)
 
     def factor(self, layer: int, signals: StepSignals) -> float:  # noqa: ARG002 - the protocol's
         """Return the layer's factor."""
@@ -82,6 +108,11 @@ class BoostedBudget:
     first_steps: int = 4
     by_layer: tuple[float, ...] = ()
     needs_entropy: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse factors that cannot be honoured, naming the parameter."""
+        _check_factors("by_layer", self.by_layer)
+        _check_factors("boost", (self.boost,))
 
     def factor(self, layer: int, signals: StepSignals) -> float:
         """Return the layer's factor, boosted at critical positions."""
@@ -201,14 +232,23 @@ class SparsePolicy:
         return 4 * self.tokens if self.most_tokens is None else self.most_tokens
 
     def require_fit(self, model: PreTrainedModel) -> None:
-        """Refuse a model that the predictor was not trained for.
+        """Refuse a model that the predictor was not trained for or the budget has no factors for.
 
         Args:
             model: The model whose context is to be read.
 
         Raises:
             CheckpointError: If the predictor fits models of another shape only.
+            ConfigError: If the budget's factors by layer are more or fewer than the model's layers.
         """
+        factors = self.budget.by_layer if isinstance(self.budget, LayeredBudget) else ()
+        num_layers = int(compat.text_config(model).num_hidden_layers)
+        if factors and len(factors) != num_layers:
+            raise ConfigError(
+                f"policy.budget.by_layer must have a factor for each of the model's {num_layers} "
+                f"layers; got {len(factors)}. Measure them with this model (dspark-hf eval "
+                "budgets), or leave them out for the same everywhere."
+            )
         if isinstance(self.predictor, TrainedPredictor):
             self.predictor.require_fit(model)
 

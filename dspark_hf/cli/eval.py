@@ -88,7 +88,12 @@ def acceptance(
 @eval_app.command()
 def table(
     results: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="Result file of an evaluation.")
+        Path,
+        typer.Argument(
+            exists=True,
+            dir_okay=False,
+            help="Result file of `eval acceptance` or `eval perplexity`.",
+        ),
     ],
     update: Annotated[
         Path | None,
@@ -101,10 +106,9 @@ def table(
 ) -> None:
     """Print a result file as markdown tables, or write them into a document."""
     from dspark_hf.benchmarks.markers import as_markdown, update_markers
-    from dspark_hf.benchmarks.results import load_results
-    from dspark_hf.evaluation.tables import all_tables
+    from dspark_hf.evaluation.drift_tables import read_tables
 
-    tables = all_tables(load_results(results))
+    tables = read_tables(results)
     if update is not None:
         text, names = update_markers(update.read_text(encoding="utf-8"), tables, kind="eval")
         update.write_text(text, encoding="utf-8")

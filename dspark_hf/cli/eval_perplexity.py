@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dspark_hf.attention.policy import SparsePolicy
-    from dspark_hf.evaluation.drift import DriftReport
-    from dspark_hf.evaluation.needle import NeedleResult
 
 
 def perplexity(
@@ -102,26 +100,25 @@ def perplexity(
     console = Console(stderr=True)
     if not policies:
         results["perplexity"] = _plain(wrapped, tokenizer, data, context, scored)
-    reports: dict[str, DriftReport] = {}
     if policies:
         with counting(console, "windows", None) as tell:
             reports = perplexity_drifts(
                 wrapped, tokenizer, data, policies, observer=tell,
                 context=context, scored=scored, path="prefill" if prefill else "steps",
             )  # fmt: skip
-        _show_drift(reports)
         results["drift"] = [
             {"policy": name, "tokens": policies[name].tokens, "mass": policies[name].mass}
             | report.to_dict()
             for name, report in reports.items()
         ]
+        _show(results)
     if needle:
         with counting(console, "answers", 10 * (1 + len(policies))) as tell:
             answers = needle_check(
                 wrapped, tokenizer, policies, data, context=context, observer=tell
             )
-        _show_needle(answers)
         results["needle"] = [answer.to_dict() for answer in answers]
+        _show({**results, "drift": None})
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         console.print(f"wrote {json_file}", soft_wrap=True)
@@ -193,53 +190,9 @@ def _plain(model: Any, tokenizer: Any, data: Any, context: int, scored: int) -> 
     return report.to_dict()
 
 
-def _show_drift(reports: Mapping[str, DriftReport]) -> None:
-    from dspark_hf.benchmarks.markers import Table
+def _show(results: Mapping[str, Any]) -> None:
+    from dspark_hf.evaluation.drift_tables import drift_tables
 
-    header = [
-        "policy", "dense", "sparse", "drift", "95 % interval", "KL", "top-1", "pages a head",
-        "share read", "calls", "speed",
-    ]  # fmt: skip
-    rows = []
-    for name, report in reports.items():
-        low, high = report.drift_interval
-        rows.append(
-            [
-                name,
-                f"{report.ppl_dense:.4f}",
-                f"{report.ppl_sparse:.4f}",
-                f"{report.drift:+.2%}",
-                f"{low:+.2%} to {high:+.2%}",
-                f"{report.kl:.4f}",
-                f"{report.top1:.1%}",
-                f"{report.mean_pages:.1f} ± {report.spread_pages:.1f}",
-                f"{report.share:.1%}",
-                str(report.sparse_calls),
-                f"{report.dense_s / report.sparse_s:.2f}x",
-            ]
-        )
-    first = next(iter(reports.values()))
-    note = f"{first.scored} tokens scored in {first.windows} windows of {first.context}, "
-    if first.path == "prefill":
-        note += f"read as prompts, in blocks of {first.step_tokens} tokens; speed against our "
-        show_table(Table("Drift of sparse prompts", header, rows, note + "dense prompts."))
-        return
-    note += f"prompt read densely, then steps of {first.step_tokens} token; speed against our "
-    show_table(Table("Drift of sparse attention", header, rows, note + "dense steps."))
-
-
-def _show_needle(answers: Sequence[NeedleResult]) -> None:
-    from dspark_hf.benchmarks.markers import Table
-
-    depths = sorted({answer.depth for answer in answers})
-    found = {(answer.policy, answer.depth): answer.found for answer in answers}
-    rows = [
-        [
-            name,
-            f"{sum(found[name, depth] for depth in depths)} of {len(depths)}",
-            *("found" if found[name, depth] else "-" for depth in depths),
-        ]
-        for name in dict.fromkeys(answer.policy for answer in answers)
-    ]
-    header = ["policy", "found", *(f"{depth:.0%}" for depth in depths)]
-    show_table(Table("Needle, by depth", header, rows, ""))
+    for tables in drift_tables(results).values():
+        for shown in tables:
+            show_table(shown)

@@ -63,12 +63,15 @@ class SelfSparseDrafter:
 
         Raises:
             NotImplementedError: If it cannot leave pages unread.
+            CheckpointError: See `SparsePolicy.require_fit`.
+            ConfigError: As above.
         """
         if not isinstance(target, FlatTarget) or target.cache.gathers:
             raise NotImplementedError(
                 "drafter='self-sparse' needs a model that runs on the flat target; this one runs "
                 f"on the {target.path} target. Use drafter='lookup'."
             )
+        self.policy.require_fit(target.model)
         self._target = target
 
     @torch.no_grad()

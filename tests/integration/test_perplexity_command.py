@@ -205,3 +205,23 @@ def test_prompts_in_blocks_are_read_by_each_policy_and_others_once(
     assert len(reads) == 3
     assert len({a.answer for a in answers if a.policy != "blocks"}) == 1
     assert answers[2].calls > answers[1].calls
+
+
+def test_a_result_file_fills_the_places_of_a_document(
+    saved: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
+    out, document = tmp_path / "drift.json", tmp_path / "page.md"
+    run(saved[0], "--policy", "quality", "--policy", "fast", "--needle", "--json", out, *SIZES)
+    names = ("drift-pydoc-data-topics", "needle-pydoc-data-topics")
+    document.write_text("".join(f"<!-- eval:{name} -->\n<!-- /eval -->\n" for name in names))
+    result = CliRunner().invoke(app, ["eval", "table", str(out), "--update", str(document)])
+    assert result.exit_code == 0, result.output
+    held, text = json.loads(out.read_text()), document.read_text()
+    for report in held["drift"]:
+        assert f"| {report['policy']} | {report['ppl_dense']:.4f} |" in text
+        assert f"{report['kl']:.4f} | {report['top1']:.1%} | {report['overlap']:.1%}" in text
+    for name in ("dense", "quality", "fast"):
+        count = sum(entry["found"] for entry in held["needle"] if entry["policy"] == name)
+        assert f"| {name} | {count} of 10 |" in text
+    printed = CliRunner().invoke(app, ["eval", "table", str(out)])
+    assert f"## {names[0]}" in printed.output
