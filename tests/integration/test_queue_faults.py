@@ -5,7 +5,7 @@ What the model's own loop must decode runs alone, and can be broken off. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from dspark_hf.errors import (
     ConfigError,
     InputError,
 )
-from harness import Recorder, toy_tokenizer, wrapped
+from harness import toy_tokenizer, wrapped
+from own_code import OWN_CODE, Raises
 from queues import FIXED, Asked, assert_same, greedy, stepped
 from tiny import VOCAB, prompt
 
@@ -122,55 +123,6 @@ def test_how_many_drafts_and_how_they_are_accepted_may_differ_by_request() -> No
                 queue.submit(one)
             for result, one in zip(queue.finish(), alone, strict=True):
                 assert_same(result, one)
-
-
-class Raises:
-    """A processor, criterion or streamer that fails after some calls."""
-
-    dspark_per_row = True
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def fail(self, value: Any = None) -> Any:
-        if self.left == 0:
-            raise ArithmeticError("mine")
-        self.left -= 1
-        return value
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self.fail(scores)
-
-
-class Criterion(Raises):
-    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return self.fail(torch.zeros(len(ids), dtype=torch.bool))
-
-
-class Streamer(Raises, Recorder):
-    def __init__(self, after: int) -> None:
-        Recorder.__init__(self)
-        self.left = after
-
-    def put(self, value: torch.Tensor) -> None:
-        self.fail()
-
-
-class LastWord(Recorder):
-    def end(self) -> None:
-        raise ArithmeticError("mine")
-
-
-OWN_CODE: dict[str, Callable[[], dict[str, Any]]] = {
-    "a processor": lambda: {"logits_processor": [Raises(3)]},
-    "a processor at the first token": lambda: {"logits_processor": [Raises(0)]},
-    "a criterion": lambda: {"stopping_criteria": [Criterion(4)]},
-    "a streamer": lambda: {"streamer": Streamer(3)},
-    "a streamer at its end": lambda: {"streamer": LastWord()},
-    "scores that leave no token": lambda: {
-        "do_sample": True, "logits_processor": [lambda ids, scores: scores * float("nan")],
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OWN_CODE)

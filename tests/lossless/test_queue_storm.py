@@ -9,15 +9,14 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 import tiny
 from block_drafters import block_drafter
 from drafters import NoisyDrafter
 from dspark_hf.errors import RequestCancelledError
-from dspark_hf.serving.keeper import Keeper
 from harness import oracle_of, wrapped
 from queues import FIXED, Asked, Stepped, assert_same, greedy, stepped
+from storms import ScarceMemory, lost_caches
 from tiny import PAD, VOCAB, left_padded, plain_generate, prompt
 
 NUM_REQUESTS, MOST_STEPS = 24, 4000
@@ -45,55 +44,33 @@ class Storm:
     """Moves a queue by hand and lets things go wrong in it."""
 
     def __init__(self, queue: Stepped, model: Any, stream: random.Random) -> None:
-        self.queue, self.stream, self.has_failed = queue, stream, False
-        layers = getattr(model, "backbone", None) or model.model
-        self.hook = layers.layers[1].register_forward_pre_hook(self._maybe_fail)
+        self.queue, self.stream = queue, stream
+        self.memory = ScarceMemory(model, queue.queue._engine, stream, 0.03)
         self.cancelled: set[int] = set()
 
-    def _maybe_fail(self, *_: Any) -> None:
-        # Not twice in a row, or a request alone would rightly be given up.
-        if not self.has_failed and self.stream.random() < 0.03:
-            self.has_failed = True
-            raise torch.OutOfMemoryError("storm")
-
-    def run(self, asked: list[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self, asked: list[Asked]) -> None:
         coming = list(range(len(asked)))
-        park, resume = Keeper.park, Keeper.resume
-
-        def sometimes(real: Any) -> Any:
-            def call(*args: Any) -> Any:
-                if self.stream.random() < 0.2:
-                    raise RuntimeError("storm")
-                return real(*args)
-
-            return call
-
-        monkeypatch.setattr(Keeper, "park", sometimes(park))
-        monkeypatch.setattr(Keeper, "resume", sometimes(resume))
-        for _ in range(MOST_STEPS):
-            if coming and self.stream.random() < 0.4:
-                self.queue.submit(asked[coming.pop(0)], priority=self.stream.randint(0, 2))
-            if self.stream.random() < 0.02 and self.queue.handles:
-                place = self.stream.randrange(len(self.queue.handles))
-                if self.queue.handles[place].cancel():
-                    self.cancelled.add(place)
-            places = self.queue.places
-            if not coming and not places.running and not places.waiting:
-                break
-            had_failed = self.has_failed
-            self.queue.step()
-            self.has_failed = self.has_failed and not had_failed
-        self.hook.remove()
+        with lost_caches(self.stream, 0.2):
+            for _ in range(MOST_STEPS):
+                if coming and self.stream.random() < 0.4:
+                    self.queue.submit(asked[coming.pop(0)], priority=self.stream.randint(0, 2))
+                if self.stream.random() < 0.02 and self.queue.handles:
+                    place = self.stream.randrange(len(self.queue.handles))
+                    if self.queue.handles[place].cancel():
+                        self.cancelled.add(place)
+                places = self.queue.places
+                if not coming and not places.running and not places.waiting:
+                    break
+                self.queue.step()
+        self.memory.end()
 
 
 @pytest.mark.parametrize("seed", range(len(STORMS)))
-def test_a_storm_changes_no_text_and_leaves_nothing_behind(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storm_in(seed, *STORMS[seed % len(STORMS)], monkeypatch)
+def test_a_storm_changes_no_text_and_leaves_nothing_behind(seed: int) -> None:
+    storm_in(seed, *STORMS[seed % len(STORMS)])
 
 
-def storm_in(seed: int, name: str, drafter: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def storm_in(seed: int, name: str, drafter: str | None) -> None:
     """Compare every request of a storm with its run alone."""
     stream, model = random.Random(seed), tiny.ARCHITECTURES[name]()  # noqa: S311
     asked, drafting = requests(stream), None
@@ -111,7 +88,7 @@ def storm_in(seed: int, name: str, drafter: str | None, monkeypatch: pytest.Monk
         with stepped(model, prefix_cache=bool(seed % 2), patience_s=1e6, **settings) as queue:
             queue.places.budget.num_tokens = stream.choice([220, 10**6])
             storm = Storm(queue, model, stream)
-            storm.run(asked, monkeypatch)
+            storm.run(asked)
             results = queue.finish()
         assert len(results) == len(asked)
         parked = 0
