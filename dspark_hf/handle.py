@@ -282,7 +282,9 @@ class DSparkHandle:
             SparseStats: What the calls inside read.
 
         Raises:
-            ConfigError: If the policy is none of these.
+            ConfigError: If the policy is none of these, or its budget has factors for another
+                number of layers.
+            CheckpointError: If its predictor was trained for a model of another shape.
             NotImplementedError: If the model does not run on the flat target: its attention cannot
                 be changed.
         """
@@ -312,6 +314,8 @@ class DSparkHandle:
             config: Settings of the call.
 
         Raises:
+            ConfigError: See `sparse_attention`.
+            CheckpointError: As above.
             NotImplementedError: If it should and the model's attention cannot be changed.
         """
         if self._sparse is not None or config.sparse is None:

@@ -63,11 +63,12 @@ class LayeredBudget(Protocol):
 
 def _check_factors(name: str, factors: Sequence[float]) -> None:
     """Refuse factors that no number of tokens can be multiplied by."""
-    if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
-        raise ConfigError(
-            f"{name} must be finite and at least 0; got {', '.join(map(str, factors))}. Give 0 "
-            "where only sink and recent pages are to be read, and 1 for the policy's tokens."
-        )
+    for factor in factors:
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ConfigError(
+                f"{name} must be finite and at least 0; got {factor}. Give 1 for the policy's "
+                "tokens, and 0 where only sink and recent pages are to be read."
+            )
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class FlatBudget:
 
     def __post_init__(self) -> None:
         """Refuse factors that cannot be honoured."""
-        _check_factors("by_layer", self.by_layer)
+        _check_factors("factors in by_layer", self.by_layer)
 
     def factor(self, layer: int, signals: StepSignals) -> float:  # noqa: ARG002 - the protocol's
         """Return the layer's factor."""
@@ -111,7 +112,7 @@ class BoostedBudget:
 
     def __post_init__(self) -> None:
         """Refuse factors that cannot be honoured, naming the parameter."""
-        _check_factors("by_layer", self.by_layer)
+        _check_factors("factors in by_layer", self.by_layer)
         _check_factors("boost", (self.boost,))
 
     def factor(self, layer: int, signals: StepSignals) -> float:

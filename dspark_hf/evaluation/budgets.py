@@ -17,7 +17,7 @@ import torch
 
 from dspark_hf import compat
 from dspark_hf.attention.pages import PAGE
-from dspark_hf.attention.policy import SparsePolicy, resolve_policy
+from dspark_hf.attention.policy import LayeredBudget, SparsePolicy, resolve_policy
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.drift import spread_windows
 from dspark_hf.evaluation.layer_losses import measure_losses
@@ -81,7 +81,7 @@ class LayerBudgets:
                 f"{len(self.factors)}. Calibrate them with this model."
             )
         chosen = _resolved(base)
-        if not hasattr(chosen.budget, "by_layer"):
+        if not isinstance(chosen.budget, LayeredBudget):
             raise ConfigError(
                 "policy.budget must have factors by layer, as FlatBudget and BoostedBudget do; got "
                 f"a {type(chosen.budget).__name__}."

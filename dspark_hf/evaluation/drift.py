@@ -155,6 +155,7 @@ def perplexity_drifts(
     Raises:
         ConfigError: If the text is shorter than a window, if a policy read nothing sparsely, as
             then nothing would have been measured, or for "prefill" without one in a policy.
+        CheckpointError: If a policy's predictor was trained for a model of another shape.
         NotImplementedError: If the model does not run on the flat target.
     """
     chosen = {name: _resolved(policy, path) for name, policy in policies.items()}
@@ -165,6 +166,8 @@ def perplexity_drifts(
             f"{scored_per_window}."
         )
     choose_target(model).require_sparse(model, "Measure it with perplexity().")
+    for policy in chosen.values():
+        policy.require_fit(model)
     windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window))
     measured = {name: _Measured(policy) for name, policy in chosen.items()}
     score = _score_prompt if path == "prefill" else _score_steps

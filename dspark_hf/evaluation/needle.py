@@ -126,23 +126,27 @@ def needle_check(
         list[NeedleResult]: By depth, dense first.
 
     Raises:
-        ConfigError: If the context cannot be filled.
+        ConfigError: If the context cannot be filled, or a budget has factors for another number of
+            layers.
+        CheckpointError: If a predictor was trained for a model of another shape.
         NotImplementedError: If the model does not run on the flat target.
     """
     filler: list[int] = []
     for document in read_documents(data):
         filler.extend(encode(tokenizer, document))
     choose_target(model).require_sparse(model, "No policy can be checked.")
+    for policy in policies.values():
+        policy.require_fit(model)
     stream = random.Random(seed)  # noqa: S311 - no secret, and codes should repeat
     results = []
     for depth in depths:
         hay = hide(tokenizer, filler, context, depth, str(stream.randint(10_000, 99_999)))
         target = FlatTarget(model, context + max_new_tokens)
         read_by: object = _UNREAD
-        for name, policy in {DENSE: None, **policies}.items():
-            reader = policy if policy is not None and policy.prefill is not None else None
+        for name, chosen in {DENSE: None, **policies}.items():
+            reader = chosen if chosen is not None and chosen.prefill is not None else None
             stats = SparseStats()
-            row = None if policy is None else SparseRow(policy, stats, 0)
+            row = None if chosen is None else SparseRow(chosen, stats, 0)
             target.read_sparsely(0, row)
             # What has read a prompt alike need not read it again.
             if read_by is not reader:
