@@ -196,6 +196,13 @@ class DSparkHandle:
             if profile is not None:
                 self._use(profile)
 
+    def ensure_profile(self) -> None:
+        """Start from this machine's stored profile; measure one in seconds if there is none."""
+        with self.lock:
+            self._load_profile()
+            if not self.costs.is_seeded and self.target_choice().path is not None:
+                self.profile()
+
     def _use(self, profile: ThroughputProfile) -> None:
         folder = profile_folder()
         self.costs.seed(profile.entries, lambda: mark_stale(folder, profile.key))
@@ -352,7 +359,8 @@ class DSparkHandle:
     def profile(
         self,
         widths: Sequence[int] = (1, 2, 4, 8, 16),
-        rows: Sequence[int] = (2, 4, 8),
+        rows: Sequence[int] = (2, 4, 8, 16),
+        row_widths: Sequence[int] = (1, 2, 4),
         context: int = 256,
         repeats: int = 5,
     ) -> ThroughputProfile:
@@ -363,7 +371,8 @@ class DSparkHandle:
 
         Args:
             widths: Numbers of new tokens of one row, at least one number.
-            rows: Numbers of rows with one new token each; () for none.
+            rows: Numbers of rows that are decoded together; () for none.
+            row_widths: Numbers of new tokens of each of them, at least one number.
             context: Cached tokens before them, at least 1; with the widest they must fit the
                 model's positions.
             repeats: Forwards per cell, at least 1; the median counts.
@@ -377,7 +386,9 @@ class DSparkHandle:
         """
         with self.lock:
             choice = self.target_choice()
-            profile = measure_profile(self.model, choice, widths, rows, context, repeats)
+            profile = measure_profile(
+                self.model, choice, widths, rows, row_widths, context, repeats
+            )
             self._use(profile)
             try:
                 profile.save(profile_folder())

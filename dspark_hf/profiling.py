@@ -62,28 +62,31 @@ def measure_profile(
     choice: Choice,
     widths: Sequence[int],
     rows: Sequence[int],
+    row_widths: Sequence[int],
     context: int,
     repeats: int,
 ) -> ThroughputProfile:
-    """Time forwards of one row over several tokens, and of several rows over one token each.
+    """Time forwards of one row over several tokens, and of several rows over some tokens each.
 
     Args:
         model: The model.
         choice: The target it gets.
         widths: Numbers of new tokens of one row.
         rows: Numbers of rows.
+        row_widths: Numbers of new tokens of each of several rows.
         context: Cached tokens before them, at least 1; several rows share them.
         repeats: Forwards per cell; the median counts.
 
     Returns:
-        ThroughputProfile: In the order of `widths`, then of `rows`.
+        ThroughputProfile: In the order of `widths`, then of `rows` and `row_widths`.
 
     Raises:
         NotImplementedError: If no target is exact for the model.
     """
-    cells = [(1, width) for width in widths] + [(num_rows, num_rows) for num_rows in rows]
+    cells = [(1, width) for width in widths]
+    cells += [(num_rows, num_rows * width) for num_rows in rows for width in row_widths]
     cells = list(dict.fromkeys(cells))
-    target = choice.build(model, context + max(width for _, width in cells))
+    target = choice.build(model, context + max((*widths, *row_widths)))
     share = max(1, context // max(num_rows for num_rows, _ in cells))
     # Row 0 holds the whole context, those behind it one share each.
     lengths = [context, *[share] * max(num_rows for num_rows, _ in cells)]

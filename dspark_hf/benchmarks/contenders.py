@@ -96,6 +96,8 @@ def wrapped(
 ) -> Contender:
     """Make a contender of this package, with a twin and thus measurements of its own.
 
+    Step costs start from the machine's stored profile, which is measured here if there is none.
+
     Args:
         model: The plain model.
         name: The contender's name.
@@ -107,6 +109,8 @@ def wrapped(
         Contender: Ready to warm up.
     """
     wrapped_model = DSparkForCausalLM.wrap(twin(model), drafter, config, tokenizer=tokenizer)
+    if drafter is not None:
+        cast("Any", wrapped_model).dspark.ensure_profile()
     return Contender(name, wrapped_model)
 
 

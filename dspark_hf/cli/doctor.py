@@ -52,7 +52,7 @@ def doctor(
     if choice.path is None:
         console.print(Text("Drafting cannot help here: nothing verifies drafts exactly.", "yellow"))
         return
-    profile = wrapped.dspark.profile(widths=WIDTHS, rows=(), repeats=REPEATS)
+    profile = wrapped.dspark.profile(widths=WIDTHS, repeats=REPEATS)
     seconds = profile.seconds_by_width()
     console.print(cost_table(seconds))
     console.print(verdict(seconds))

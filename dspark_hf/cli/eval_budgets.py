@@ -28,6 +28,13 @@ def budgets(
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 8192,
     queries: Annotated[int, typer.Option(min=1, help="Tokens whose attention is measured.")] = 64,
     least: Annotated[str, typer.Option(help="error of the output, or attention missed.")] = "error",
+    bos: Annotated[
+        str,
+        typer.Option(
+            help="Windows that begin with BOS: every, none, or auto: every if the tokenizer adds "
+            "it by itself."
+        ),
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
 ) -> None:
     """Share a policy's budget out among layers, where it saves most.
@@ -50,7 +57,7 @@ def budgets(
     with counting(console, "queries", queries) as tell:
         found = calibrate_budgets(
             wrapped, tokenizer, data, chosen,
-            context=context, queries=queries, least=least, observer=tell,
+            context=context, queries=queries, least=least, bos=bos, observer=tell,
         )  # fmt: skip
     _show(found)
     found.save(out)

@@ -38,6 +38,13 @@ def perplexity(
     ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 8192,
     scored: Annotated[int, typer.Option(min=1, help="Tokens scored at most.")] = 4096,
+    bos: Annotated[
+        str | None,
+        typer.Option(
+            help="Windows that begin with BOS: every, none, or auto: every if the tokenizer adds "
+            "it by itself. With --policy none: every, none, or once. Default: auto, or once."
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
     prefill: Annotated[
         bool,
@@ -99,12 +106,13 @@ def perplexity(
     }
     console = Console(stderr=True)
     if not policies:
-        results["perplexity"] = _plain(wrapped, tokenizer, data, context, scored)
+        results["perplexity"] = _plain(wrapped, tokenizer, data, context, scored, bos or "once")
     if policies:
         with counting(console, "windows", None) as tell:
             reports = perplexity_drifts(
                 wrapped, tokenizer, data, policies, observer=tell,
                 context=context, scored=scored, path="prefill" if prefill else "steps",
+                bos=bos or "auto",
             )  # fmt: skip
         results["drift"] = [
             {"policy": name, "tokens": policies[name].tokens, "mass": policies[name].mass}
@@ -178,11 +186,13 @@ def _with_predictor(policy: SparsePolicy, name: str) -> SparsePolicy:
     return policy.replace(predictor=chosen)
 
 
-def _plain(model: Any, tokenizer: Any, data: Any, context: int, scored: int) -> dict[str, Any]:
+def _plain(
+    model: Any, tokenizer: Any, data: Any, context: int, scored: int, bos: str
+) -> dict[str, Any]:
     from dspark_hf.benchmarks.markers import Table
     from dspark_hf.evaluation.perplexity import perplexity as measure
 
-    report = measure(model, tokenizer, data, context=context, max_tokens=scored + 1)
+    report = measure(model, tokenizer, data, context=context, bos=bos, max_tokens=scored + 1)
     header = ["perplexity", "scored tokens", "windows", "context", "stride", "BOS"]
     facts = [report.scored, report.windows, report.context, report.stride, report.bos]
     row = [f"{report.ppl:.4f}", *map(str, facts)]

@@ -52,6 +52,7 @@ def serve(
         raise ConfigError(f"--config must be a YAML file; got {str(config)!r}. Name another one.")
     settings = None if config is None else DSparkConfig.from_yaml(config)
     wrapped, tokenizer = session.load(model, drafter, dtype, settings)
+    wrapped.dspark.ensure_profile()
     called = name or Path(model).name
     with GenerationQueue(wrapped, tokenizer) as queue:
         if watch:

@@ -19,8 +19,8 @@ from dspark_hf import compat
 from dspark_hf.attention.pages import PAGE
 from dspark_hf.attention.policy import LayeredBudget, SparsePolicy, resolve_policy
 from dspark_hf.errors import ConfigError
-from dspark_hf.evaluation.drift import spread_windows
 from dspark_hf.evaluation.layer_losses import measure_losses
+from dspark_hf.evaluation.windows import spread_windows
 from dspark_hf.files import written_whole
 from dspark_hf.targets.select import choose_target
 
@@ -131,6 +131,7 @@ def calibrate_budgets(
     context: int = 8192,
     queries: int = 64,
     least: str = "error",
+    bos: str = "auto",
     observer: Callable[[int], None] | None = None,
 ) -> LayerBudgets:
     """Measure what each layer loses by reading few pages and share a policy's budget out.
@@ -144,10 +145,11 @@ def calibrate_budgets(
         data: See `corpus.read_documents`; None for Python's language reference. Best a text like
             those that will be read, and another than drift is measured on.
         policy: Whose budget, predictor, sink, recent and dense pages count.
-        context: Tokens of a window. Queries lie in its second half.
+        context: Tokens of a window, its BOS included. Queries lie in its second half.
         queries: Tokens whose attention is measured, at most, over all windows.
         least: What to make least over layers: "error", the squared error of their attention output,
             or "missed", the share of attention on pages not read.
+        bos: Which windows begin with the BOS token; see `perplexity_drifts`.
         observer: Told how many have been measured since it was last told.
 
     Returns:
@@ -173,7 +175,7 @@ def calibrate_budgets(
         raise ConfigError(f"least must be one of {list(LEAST)}; got {least!r}.")
     choose_target(model).require_sparse(model, "Its layers do not select.")
     chosen.require_fit(model)
-    windows = spread_windows(tokenizer, data, context, min(MOST_WINDOWS, queries))
+    windows = spread_windows(tokenizer, data, context, min(MOST_WINDOWS, queries), bos)
     per_window = max(1, queries // len(windows))
     losses = measure_losses(model, windows, per_window, chosen, observer)
     if not losses:

@@ -19,8 +19,7 @@ import torch
 from dspark_hf.attention.policy import SparsePolicy, resolve_policy
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
-from dspark_hf.evaluation.corpus import read_documents
-from dspark_hf.evaluation.perplexity import encode
+from dspark_hf.evaluation.windows import leading_bos, spread_windows
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.targets.select import choose_target
 from dspark_hf.values import Feed
@@ -60,11 +59,12 @@ class DriftReport:
         sparse_calls: Attention calls that read selected pages; never 0.
         scored: Tokens scored.
         windows: Windows.
-        context: Tokens of a window.
+        context: Tokens of a window, its BOS included.
         step_tokens: Tokens per decoding step, or block of a prompt; they share a selection.
         dense_s: Seconds of the dense steps or prompts.
         sparse_s: Seconds of the sparse ones.
         path: "steps" or "prefill".
+        bos: "every" or "none": whether windows begin with the BOS token.
     """
 
     ppl_dense: float
@@ -85,6 +85,7 @@ class DriftReport:
     dense_s: float
     sparse_s: float
     path: str
+    bos: str
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -130,6 +131,7 @@ def perplexity_drifts(
     scored_per_window: int = 512,
     step_tokens: int = 1,
     path: str = "steps",
+    bos: str = "auto",
     seed: int = 0,
     observer: Callable[[int], None] | None = None,
 ) -> dict[str, DriftReport]:
@@ -140,12 +142,15 @@ def perplexity_drifts(
         tokenizer: Its tokenizer.
         data: See `corpus.read_documents`; None for Python's language reference.
         policies: By name; see `perplexity_drift`.
-        context: Tokens of a window, prompt and continuation.
+        context: Tokens of a window, prompt and continuation, its BOS included.
         scored: Tokens scored in all, at most; windows are spread evenly over the text.
         scored_per_window: Last tokens of a window, which are scored; at most `scored`.
         step_tokens: Tokens per step.
         path: "steps" reads a window's prompt densely and feeds its last tokens step by step;
             "prefill" reads the whole window as a prompt, sparsely by the policy's `prefill`.
+        bos: "every" puts the tokenizer's BOS token before each window, "none" before none, "auto"
+            before each if the tokenizer puts it before texts by itself. It is never scored, never
+            doubled, and left out where there is none.
         seed: Of the bootstrap.
         observer: Told 1 after every window.
 
@@ -153,8 +158,8 @@ def perplexity_drifts(
         dict[str, DriftReport]: By the policies' names.
 
     Raises:
-        ConfigError: If the text is shorter than a window, if a policy read nothing sparsely, as
-            then nothing would have been measured, or for "prefill" without one in a policy.
+        ConfigError: If a value is not allowed, the text is shorter than a window, a policy has no
+            `prefill` for that path, or one read nothing sparsely: nothing would be measured then.
         CheckpointError: If a policy's predictor was trained for a model of another shape.
         NotImplementedError: If the model does not run on the flat target.
     """
@@ -168,17 +173,20 @@ def perplexity_drifts(
     choose_target(model).require_sparse(model, "Measure it with perplexity().")
     for policy in chosen.values():
         policy.require_fit(model)
-    windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window))
+    windows = spread_windows(tokenizer, data, context, max(1, scored // scored_per_window), bos)
+    facts = {
+        "windows": len(windows),
+        "context": context,
+        "step_tokens": step_tokens,
+        "bos": "every" if leading_bos(tokenizer, bos) else "none",
+    }
     measured = {name: _Measured(policy) for name, policy in chosen.items()}
     score = _score_prompt if path == "prefill" else _score_steps
     for ids in windows:
         score(model, ids, scored_per_window, step_tokens, list(measured.values()))
         if observer is not None:
             observer(1)
-    return {
-        name: one.report(path, seed, windows=len(windows), context=context, step_tokens=step_tokens)
-        for name, one in measured.items()
-    }
+    return {name: one.report(path, seed, **facts) for name, one in measured.items()}
 
 
 def _resolved(policy: SparsePolicy | str | None, path: str) -> SparsePolicy:
@@ -194,33 +202,6 @@ def _resolved(policy: SparsePolicy | str | None, path: str) -> SparsePolicy:
             "Set its prefill=SparsePrefill()."
         )
     return chosen
-
-
-def spread_windows(
-    tokenizer: PreTrainedTokenizerBase, data: Any, context: int, count: int
-) -> list[list[int]]:
-    """Return windows of a text, spread evenly over it.
-
-    Args:
-        tokenizer: Encodes it.
-        data: See `corpus.read_documents`.
-        context: Tokens of a window.
-        count: How many, at most: no more than lie side by side.
-
-    Raises:
-        ConfigError: If the text is shorter than a window.
-    """
-    ids: list[int] = []
-    for document in read_documents(data):
-        ids.extend(encode(tokenizer, document))
-    if len(ids) < context:
-        raise ConfigError(
-            f"data must be at least one window of {context} tokens; got {len(ids)}. Lower context "
-            "or give more text."
-        )
-    count = min(count, max(1, len(ids) // context)) if count > 1 else 1
-    starts = [round(i * (len(ids) - context) / max(count - 1, 1)) for i in range(count)]
-    return [ids[start : start + context] for start in starts]
 
 
 class _Measured:

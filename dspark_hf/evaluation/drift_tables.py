@@ -78,6 +78,8 @@ def _drift(results: Mapping[str, Any]) -> Table:
     ]
     first = reports[0]
     how = f"{first['scored']:,} tokens scored in {first['windows']} windows of {first['context']:,}"
+    if first.get("bos") == "every":
+        how += ", each with a BOS token first"
     if first["path"] == "prefill":
         how += f", read as prompts, in blocks of {first['step_tokens']} tokens"
         return Table("Drift of sparse prompts", header, rows, _note(results, how))

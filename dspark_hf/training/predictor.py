@@ -23,7 +23,7 @@ import torch
 from dspark_hf.attention.learned import AttentionShape, LearnedPredictor, PageGate
 from dspark_hf.attention.pages import PAGE
 from dspark_hf.errors import ConfigError
-from dspark_hf.evaluation.drift import spread_windows
+from dspark_hf.evaluation.windows import spread_windows
 from dspark_hf.targets.select import choose_target, position_limit
 from dspark_hf.training.page_lessons import ALPHA, POLICY, Lesson, mean_loss, measure
 from dspark_hf.training.page_samples import SampleFolder, record_window
@@ -58,7 +58,7 @@ class PredictorSettings:
     Attributes:
         windows: Windows of text to train on. A quarter as many, at least one, tell when to stop,
             and as many again are measured on.
-        context: Tokens of a window.
+        context: Tokens of a window, with its BOS where the tokenizer puts one before texts.
         queries: Tokens of each window whose attention is looked at, all in its second half.
         rank: Of the gates.
         steps: Most steps per layer, each over all queries of one window.

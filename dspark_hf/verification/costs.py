@@ -91,6 +91,11 @@ class StepCosts:
             self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
             self._count(entry.num_rows, entry.num_tokens)
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether a profile was taken over and has not been given up."""
+        return bool(self._seeds)
+
     def predict(self, num_tokens: int, context: int, num_rows: int = 1) -> float:
         """Return the expected seconds of a forward.
 

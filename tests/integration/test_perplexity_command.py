@@ -53,6 +53,25 @@ def test_plain_perplexity_of_a_file_is_printed_and_stored(
     assert "drift" not in held
 
 
+def test_bos_stands_before_windows_as_asked_and_the_table_tells(tmp_path: Path) -> None:
+    _, tokenizer = save_target(tmp_path)
+    tokenizer.bos_token = "?"  # noqa: S105 - a token of text
+    tokenizer.save_pretrained(tmp_path)
+    out = tmp_path / "out.json"
+    options = (tmp_path, "--json", out, *SIZES)
+    measured, printed = {}, {}
+    for bos in ((), ("--bos", "every")):
+        printed[bos] = run(*options, "--policy", "fast", "--tokens", 80, *bos)
+        held = json.loads(out.read_text(encoding="utf-8"))["drift"][0]
+        run(*options, "--policy", "none", *bos)
+        plain = json.loads(out.read_text(encoding="utf-8"))["perplexity"]
+        measured[bos] = (held["bos"], plain["bos"], held["ppl_dense"])
+    default, every = measured.values()
+    assert (default[:2], every[:2]) == (("none", "once"), ("every", "every"))
+    assert default[2] != every[2]
+    assert ["BOS" in text for text in printed.values()] == [False, True]
+
+
 def test_a_sweep_is_printed_stored_and_drawn(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
     out, plot = tmp_path / "out.json", tmp_path / "sweep.png"
     printed = run(
@@ -129,6 +148,8 @@ def test_a_preset_may_be_checked_with_a_needle(
         (("--policy", "none", "--budgets", __file__), "--budgets"),
         (("--policy", "fast", "--budgets", __file__), "LayerBudgets.save"),
         (("--tokens", 16), "tokens must cover"),
+        (("--bos", "once"), "bos must be one of"),
+        (("--policy", "none", "--bos", "auto"), "bos must be one of"),
     ],
     ids=str,
 )

@@ -21,6 +21,20 @@ def test_a_profile_measures_every_width_and_remembers_it(name):
     assert min(seconds.values()) > 0
     assert model.dspark.costs.predict(3, 12) == seconds[3]
     assert model.dspark.costs.predict(2, 12, 2) == profile.seconds_by_rows()[2]
+    cells = {(entry.num_rows, entry.num_tokens) for entry in profile.entries}
+    assert cells == {(1, 1), (1, 3), (2, 2), (2, 4), (2, 8)}
+
+
+def test_a_profile_is_measured_only_where_there_is_none(monkeypatch):
+    wrap(llama()).dspark.ensure_profile()
+    monkeypatch.setattr("dspark_hf.handle.measure_profile", lambda *_: pytest.fail("again"))
+    model = wrap(llama())
+    model.dspark.ensure_profile()
+    assert model.dspark.costs.is_seeded
+    model.dspark.ensure_profile()
+    fresh = wrap(llama(num_hidden_layers=1))
+    with pytest.raises(pytest.fail.Exception, match="again"):
+        fresh.dspark.ensure_profile()
 
 
 def wrap(model):

@@ -11,9 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 import tiny
 from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
@@ -25,9 +23,8 @@ from dspark_hf.evaluation.drift import perplexity_drifts
 from dspark_hf.evaluation.perplexity import windows_of
 from dspark_hf.targets.flat import FlatTarget
 from dspark_hf.values import Feed
+from word_texts import BOS, WORDS, text_of, word_tokenizer, words
 
-WORDS = 40
-BOS = 1
 WINDOW = 8
 LENGTHS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW * 5 // 2)
 LEAST = SparsePolicy(tokens=48, recent_pages=2)
@@ -59,28 +56,6 @@ class Bigram(nn.Module):
         """Return the mean negative log likelihood of (before, after) pairs."""
         logs = self.table.detach().double().log_softmax(dim=-1)
         return -sum(float(logs[a, b]) for a, b in pairs) / len(pairs)
-
-
-def word_tokenizer(kind: str = "automatic") -> PreTrainedTokenizerFast:
-    """Words w0, w1, ... as tokens; with an automatic BOS, one on request, or none."""
-    vocab = {f"w{i:02d}": i for i in range(WORDS)}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="w00"))  # noqa: S106 - text
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if kind == "automatic":
-        backend.post_processor = processors.TemplateProcessing(
-            single="w01 $A", special_tokens=[("w01", BOS)]
-        )
-    bos = {} if kind == "without" else {"bos_token": "w01"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w00", **bos)  # noqa: S106
-
-
-def words(length: int, seed: int = 0, most: int = WORDS) -> list[int]:
-    stream = torch.Generator().manual_seed(seed)
-    return torch.randint(2, most, (length,), generator=stream).tolist()
-
-
-def text_of(ids: list[int]) -> str:
-    return " ".join(f"w{i:02d}" for i in ids)
 
 
 @pytest.fixture
@@ -206,7 +181,8 @@ def llama() -> Any:
 
 def drift(model: Any, policy: SparsePolicy, ids: list[int] | None = None, **kwargs: Any) -> Any:
     settings = {"context": 150, "scored": 40, "scored_per_window": 20, **kwargs}
-    return perplexity_drift(model, word_tokenizer(), text_of(ids or words(400)), policy, **settings)
+    tokenizer = word_tokenizer("on request")
+    return perplexity_drift(model, tokenizer, text_of(ids or words(400)), policy, **settings)
 
 
 @pytest.mark.parametrize("path", ["steps", "prefill"])
@@ -217,7 +193,7 @@ def test_policies_measured_together_say_what_they_say_alone(llama: Any, path: st
         "more": LEAST.replace(tokens=128, prefill=SparsePrefill(tokens=128, min_context=0)),
     }
     both = perplexity_drifts(
-        llama, word_tokenizer(), text_of(words(400)), policies,
+        llama, word_tokenizer("on request"), text_of(words(400)), policies,
         context=150, scored=40, scored_per_window=20, path=path,
     )  # fmt: skip
     for name, policy in policies.items():

@@ -221,6 +221,8 @@ def test_only_layers_that_select_are_trained() -> None:
 class byte_ids:  # noqa: N801 - stands in for a tokenizer
     """Encodes a text as ids that every tiny model knows."""
 
+    bos_token_id = None
+
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) % (tiny.VOCAB - 2) + 1 for c in text]}
 
