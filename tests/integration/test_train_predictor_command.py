@@ -148,7 +148,7 @@ def test_options_before_the_name_are_not_swallowed(target: str, tmp_path: Path) 
     [
         (["--predictor", "qest"], "predictor must be one of"),
         (["--predictor", "recent"], "--predictor recent must come with --policy fast"),
-        (["--predictor", "bound", "--policy", "none"], "--predictor need a policy"),
+        (["--predictor", "bound", "--policy", "none"], "--predictor and another --policy need"),
     ],
     ids=str,
 )
