@@ -26,7 +26,7 @@ def queue_tables(run: Mapping[str, Any], note: str) -> dict[str, Table]:
     )
     rows = {
         "queue": (
-            ["16 requests", "tokens/s", "speed", "20-80 %", "same text"],
+            ["16 requests", "decoded", "tokens", "tokens/s", "speed", "20-80 %", "same text"],
             [_way(entry) for entry in extra["throughput"]],
             f"{share} {note}",
         ),
@@ -73,9 +73,11 @@ def queue_tables(run: Mapping[str, Any], note: str) -> dict[str, Table]:
 
 def _way(entry: Mapping[str, Any]) -> list[str]:
     if "excluded" in entry:
-        return [entry["way"], "-", "-", "-", entry["excluded"]]
+        return [entry["mix"], entry["way"], "-", "-", "-", "-", entry["excluded"]]
     return [
+        entry["mix"],
         entry["way"],
+        str(entry["tokens"]),
         number(entry["tokens_per_s"]["p50"], 1),
         times(entry["ratio"]),
         percentiles(entry["ratio"], 2),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 REQUESTS = 16
 LIMITS = (128, 16, 64, 32)
 """New tokens the requests may have, in turn."""
+MIXES = {"limits of 16 to 128": LIMITS, "own ends, to 128": (128,)}
+"""What ends requests where throughput is measured."""
 STATIC_BATCHES = (8, 16)
 LONG, SHORT = 128, 8
 """New tokens of long and of short requests where they compete."""
@@ -42,7 +44,7 @@ BEGINNING = 2048
 """Tokens that prompts have in common, or that interrupt others."""
 CONTINUOUS_PAGE, CONTINUOUS_STEP = 256, 512
 """Tokens of a page and of a step of Transformers' continuous batching."""
-INTERACTIVE = 12
+INTERACTIVE = 24
 """Requests whose first token is timed under load."""
 
 
@@ -70,7 +72,10 @@ def queue_section(bench: Bench) -> SectionResult:
     ).model
     plain = who.twin(bench.model)
     parts: list[tuple[str, Callable[[], Any]]] = [
-        ("throughput", lambda: _throughput(bench, plain, wrapped)),
+        (
+            "throughput",
+            lambda: [e for mix in MIXES for e in _throughput(bench, plain, wrapped, mix)],
+        ),
         ("order", lambda: _order(bench, wrapped)),
         ("first_token", lambda: _first_token(bench, wrapped)),
         ("beginnings", lambda: _beginnings(bench, wrapped)),
@@ -84,23 +89,24 @@ def queue_section(bench: Bench) -> SectionResult:
     return SectionResult([], {}, extra=extra, adds_all=False)
 
 
-def requests(bench: Bench, count: int = REQUESTS) -> list[Work]:
-    """Return unlike requests: prompts of all groups in turn, with unlike limits."""
+def requests(bench: Bench, count: int = REQUESTS, limits: Sequence[int] = LIMITS) -> list[Work]:
+    """Return unlike requests: prompts of all groups in turn, with limits in turn."""
     items = bench.items(1)
     mixed = what.alternating(items, len(items))
     most = bench.settings.max_new_tokens
     return [
         Work(
             tuple(mixed[i % len(mixed)].inputs["input_ids"][0].tolist()),
-            min(LIMITS[i % len(LIMITS)], most),
+            min(limits[i % len(limits)], most),
         )
         for i in range(count)
     ]
 
 
-def _throughput(bench: Bench, plain: Any, wrapped: Any) -> list[dict[str, Any]]:
+def _throughput(bench: Bench, plain: Any, wrapped: Any, mix: str) -> list[dict[str, Any]]:
     """Time the same requests decoded in every way; all are there at the start."""
-    works = requests(bench)
+    works = requests(bench, limits=MIXES[mix])
+    undrafted = who.wrapped(bench.model, "undrafted", None).model
     ends = end_ids(plain, {})
     ways: dict[str, Callable[[], list[list[int]]]] = {
         "plain, one by one": lambda: [_alone(plain, work) for work in works],
@@ -110,6 +116,9 @@ def _throughput(bench: Bench, plain: Any, wrapped: Any) -> list[dict[str, Any]]:
         },
         "hf continuous batching": lambda: _continuous(plain, works),
         "dspark queue": lambda: _queued(wrapped, works, QueueConfig(max_rows=REQUESTS)),
+        "dspark queue, no drafter": lambda: _queued(
+            undrafted, works, QueueConfig(max_rows=REQUESTS)
+        ),
     }
     excluded: dict[str, str] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -133,12 +142,13 @@ def _throughput(bench: Bench, plain: Any, wrapped: Any) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for name, times in seconds.items():
         if not times:
-            entries.append({"way": name, "excluded": excluded.get(name, "")})
+            entries.append({"mix": mix, "way": name, "excluded": excluded.get(name, "")})
             continue
         count = sum(map(len, texts[name]))
         base = sum(map(len, texts[first]))
         entries.append(
             {
+                "mix": mix,
                 "way": name,
                 "tokens": count,
                 "seconds": spread(times),

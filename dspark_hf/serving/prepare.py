@@ -7,6 +7,7 @@ written. A call that cannot be decoded among others runs alone, in the model's o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 SHARED = ("schedule", "confidence_threshold", "never_slower", "exactness", "recheck_margin")
 """Settings that the rows of a queue have in common: one forward serves them all."""
+
+COUNTS = ("num_beams", "num_return_sequences")
+"""Settings that generate() looks at as late as in its loop, where a queue's thread would fail."""
 
 
 @dataclass
@@ -203,6 +207,19 @@ def _check_keywords(model: Any, kwargs: dict[str, Any]) -> None:
         raise ConfigError(
             "autocast must be off: it would not reach the queue's thread. Load the model in the "
             "type it should compute in."
+        )
+    for name in COUNTS:
+        _check_count(name, model, kwargs)
+
+
+def _check_count(name: str, model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a number of beams or answers that is below 1, wherever it is set."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    value = next((value for value in values if value is not None), 1)
+    if not isinstance(value, Integral) or value < 1:
+        raise ConfigError(
+            f"{name} must be an integer of at least 1; got {value!r}. Leave it out for one."
         )
 
 

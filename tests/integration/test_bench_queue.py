@@ -41,15 +41,17 @@ def extra(results: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_every_way_decodes_the_same_requests_to_the_same_texts(extra: dict[str, Any]) -> None:
-    ways = {entry["way"]: entry for entry in extra["throughput"]}
-    assert set(ways) == {
-        "plain, one by one", "hf static batches of 8", "hf static batches of 16",
-        "hf continuous batching", "dspark queue",
-    }  # fmt: skip
+@pytest.mark.parametrize("mix", queueing.MIXES)
+def test_every_way_decodes_the_same_requests_to_the_same_texts(
+    extra: dict[str, Any], mix: str
+) -> None:
+    ways = {entry["way"]: entry for entry in extra["throughput"] if entry["mix"] == mix}
+    own = ("dspark queue", "dspark queue, no drafter")
+    static = ("hf static batches of 8", "hf static batches of 16")
+    assert set(ways) == {"plain, one by one", "hf continuous batching", *static, *own}
     plain = ways["plain, one by one"]
     assert plain["ratio"]["p50"] == 1.0
-    for name in ("dspark queue", "hf static batches of 8", "hf static batches of 16"):
+    for name in (*own, *static):
         assert ways[name]["same_text"] == ways[name]["requests"] == queueing.REQUESTS
         assert ways[name]["tokens"] == plain["tokens"] > queueing.REQUESTS
 
@@ -83,12 +85,12 @@ def test_its_tables_hold_what_was_measured(results: dict[str, Any], extra: dict[
         assert table is tables[f"{name}-float32"][0]
         assert all(len(row) == len(table.header) for row in table.rows)
     (table,) = tables["queue"]
-    assert [row[0] for row in table.rows] == [entry["way"] for entry in extra["throughput"]]
+    assert [row[1] for row in table.rows] == [entry["way"] for entry in extra["throughput"]]
     assert "through the queue takes" in table.markdown()
 
 
 def test_a_way_that_cannot_run_is_shown_with_its_reason(results: dict[str, Any]) -> None:
     run = json.loads(json.dumps(results["runs"]["queue-float32"]))
-    run["extra"]["throughput"].append({"way": "hf other", "excluded": "needs a GPU"})
+    run["extra"]["throughput"].append({"mix": "all", "way": "hf other", "excluded": "needs a GPU"})
     (table,) = all_tables({**results, "runs": {"queue-float32": run}})["queue"]
-    assert table.rows[-1] == ["hf other", "-", "-", "-", "needs a GPU"]
+    assert table.rows[-1] == ["all", "hf other", "-", "-", "-", "-", "needs a GPU"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import tiny
 from drafters import RandomDrafter
@@ -57,6 +58,22 @@ AT_SUBMIT: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bad setting": ([1], {"do_sample": True, "temperature": 0.0}, ValueError, "temperature"),
     "no new tokens": ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
     "several of greedy": ([1], {"num_return_sequences": 2}, ValueError, "num_return_sequences"),
+    "negative beams": ([1], {"num_beams": -1}, ConfigError, "num_beams must be .* 1; got -1"),
+    "no beams": ([1], {"num_beams": 0}, ConfigError, "num_beams must be .* 1; got 0. Leave it out"),
+    "half a beam": ([1], {"num_beams": 1.5}, ConfigError, "num_beams must be an integer"),
+    "beams by config": (
+        [1],
+        {"generation_config": GenerationConfig(num_beams=-3)},
+        ConfigError,
+        "got -3",
+    ),
+    "no answers": ([1], {"num_return_sequences": 0}, ConfigError, "num_return_sequences must be"),
+    "negative answers of beams": (
+        [1],
+        {"num_beams": 2, "num_return_sequences": -1},
+        ConfigError,
+        "num_return_sequences must",
+    ),
     "ids twice": ([1], {"input_ids": torch.ones(1, 1)}, ConfigError, "input_ids cannot be handed"),
     "own loop": ([1], {"custom_generate": lambda *_: 1}, ConfigError, "custom_generate cannot be"),
     "no settings": ([1], {"dspark": {"seed": 1}}, ConfigError, "dspark must be a DSparkConfig"),

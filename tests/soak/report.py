@@ -18,7 +18,7 @@ from soak.samples import MIB, Sample, slope_per_hour
 
 MOST_GROWTH_BYTES = 24 * MIB
 """Growth after the warm-up that counts as a leak: above what an allocator's fragments come to."""
-EVERY_FAULT_MINUTES = 1.0
+EVERY_FAULT_MINUTES = 10.0
 """A soak of this length must have met every kind of fault."""
 FAULTS = (
     "no memory in a forward", "a cache lost in parking", "a drafter raised", "a drafter was slow",
@@ -128,14 +128,13 @@ def _table(samples: Sequence[Mapping[str, Any]]) -> Table:
     chosen = list(samples[::step])
     if samples and chosen[-1] is not samples[-1]:
         chosen.append(samples[-1])
-    table = Table(title="The queue over time")
-    names = ("minute", "RSS MiB", "done", "rows", "waiting", "slots", "parked KiB", "kept KiB",
-             "files", "threads", "descriptors")  # fmt: skip
+    table = Table(title="The queue over time; KiB in host memory + on disk")
+    names = ("min", "MiB", "done", "rows", "wait", "slots", "parked", "kept", "files", "thr", "fds")
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for one in chosen:
         tiers = [
-            " + ".join(f"{one[key][tier] / 1024:.0f}" for tier in ("host", "disk"))
+            "+".join(f"{one[key][tier] / 1024:.0f}" for tier in ("host", "disk"))
             for key in ("parked_bytes", "kept_bytes")
         ]
         table.add_row(
