@@ -1,8 +1,13 @@
-"""A queue's metrics in the text form that Prometheus reads; needs prometheus-client."""
+"""Metrics in the text form that Prometheus reads; needs prometheus-client.
+
+Of one queue as they are; of replicas with the label `replica`, of a router's groups with `group`,
+and their counters once more added up, under names that begin with `dspark_all_`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -10,11 +15,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from dspark_hf.serving.metrics import QUANTILES
+from dspark_hf.serving.states import states
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-PREFIX = "dspark_"
+    from prometheus_client.metrics_core import Metric
+
+PREFIX, ALL = "dspark_", "all_"
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,24 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Source:
+    """A queue's metrics, and which queue it is.
+
+    Attributes:
+        labels: The group and replica, where there are any.
+        metrics: Of `GenerationQueue.metrics()`.
+    """
+
+    labels: Mapping[str, str]
+    metrics: Mapping[str, Any]
+
+
 def exposition(metrics: Mapping[str, Any]) -> str:
     """Return metrics as Prometheus reads them.
 
     Args:
-        metrics: Of `GenerationQueue.metrics()`.
+        metrics: Of a queue, of replicas or of a router: their `metrics()`.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Snapshot(metrics))
@@ -111,32 +133,96 @@ class _Snapshot(Collector):
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self.metrics = metrics
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Yield every metric that has a value."""
+        sources = list(queues_of(self.metrics))
         for family in FAMILIES:
-            value: Any = self.metrics
-            for key in family.path:
-                value = value[key]
-            values = {"": value} if family.label is None else value
-            known = {key: number for key, number in values.items() if number is not None}
-            if not known:
-                continue
-            kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
-            found = kind(PREFIX + family.name, family.help, labels=_labels(family.label))
-            for key, number in known.items():
+            yield from collected(family, sources)
+        if sources:
+            yield _breakers(sources)
+        yield from states(self.metrics)
+        if "groups" in self.metrics or "replicas" in self.metrics:
+            counters = [family for family in FAMILIES if family.is_counter]
+            for family in counters:
+                summed = replace(family, name=ALL + family.name, help=f"{family.help}, in all")
+                yield from collected(summed, list(summed_of(self.metrics)))
+
+
+def queues_of(
+    metrics: Mapping[str, Any], labels: Mapping[str, str] = NO_LABELS
+) -> Iterator[Source]:
+    """Yield every single queue's metrics.
+
+    Args:
+        metrics: Of a queue, of replicas or of a router.
+        labels: That all of them have.
+    """
+    if "groups" in metrics:
+        for name, group in metrics["groups"].items():
+            yield from queues_of(group, {**labels, "group": name})
+    elif "replicas" in metrics:
+        for replica in metrics["replicas"]:
+            # Without an answer in time there is nothing to say.
+            if replica["queue"] is not None:
+                yield Source({**labels, "replica": str(replica["place"])}, replica["queue"])
+    elif "batch" in metrics:
+        yield Source(labels, metrics)
+
+
+def summed_of(metrics: Mapping[str, Any]) -> Iterator[Source]:
+    """Yield what replicas come to together, by group where there are groups."""
+    if "groups" not in metrics:
+        yield Source(NO_LABELS, metrics)
+        return
+    for name, group in metrics["groups"].items():
+        if "ended" in group:
+            yield Source({"group": name}, group)
+
+
+def collected(family: Family, sources: Sequence[Source]) -> Iterator[Metric]:
+    """Yield a family's values of all sources, if there are any.
+
+    Args:
+        family: The metric.
+        sources: Whose.
+    """
+    names = _names(sources)
+    labels = [*names, *([] if family.label is None else [family.label])]
+    kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
+    found = kind(PREFIX + family.name, family.help, labels=labels)
+    for source in sources:
+        value: Any = source.metrics
+        for key in family.path:
+            value = value[key]
+        values = {"": value} if family.label is None else value
+        for key, number in values.items():
+            if number is not None:
                 shown = str(QUANTILES[key]) if family.label == "quantile" else key
-                found.add_metric([shown] if family.label else [], number)
-            yield found
-        yield self._breakers()
-
-    def _breakers(self) -> GaugeMetricFamily:
-        """Return each drafter's state as a series that is 1."""
-        name, text = PREFIX + "drafter_breaker", "State of each drafter's breaker"
-        found = GaugeMetricFamily(name, text, labels=["drafter", "state"])
-        for drafter, state in self.metrics["breakers"].items():
-            found.add_metric([drafter, state], 1)
-        return found
+                own = [] if family.label is None else [shown]
+                found.add_metric([*_values(names, source), *own], number)
+    if found.samples:
+        yield found
 
 
-def _labels(label: str | None) -> list[str]:
-    return [] if label is None else [label]
+def _breakers(sources: Sequence[Source]) -> Metric:
+    """Return each drafter's state as a series that is 1."""
+    name, text, names = (
+        PREFIX + "drafter_breaker",
+        "State of each drafter's breaker",
+        _names(sources),
+    )
+    found = GaugeMetricFamily(name, text, labels=[*names, "drafter", "state"])
+    for source in sources:
+        for drafter, state in source.metrics["breakers"].items():
+            found.add_metric([*_values(names, source), drafter, state], 1)
+    return found
+
+
+def _names(sources: Sequence[Source]) -> list[str]:
+    """Return the labels that some source has, in order."""
+    return list(dict.fromkeys(name for source in sources for name in source.labels))
+
+
+def _values(names: Sequence[str], source: Source) -> list[str]:
+    # An empty label is none, to Prometheus: a group of one queue has no replicas.
+    return [source.labels.get(name, "") for name in names]

@@ -39,9 +39,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf import compat
-from dspark_hf.errors import DeadlineError
 from dspark_hf.serving.bandwidth import ForwardBytes, copy_bandwidth
-from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, PARKED
+from dspark_hf.serving.handle import PARKED
+from dspark_hf.serving.sums import OUTCOMES, REFUSED, TOTALS, outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 WINDOW_S, WINDOW_STEPS = 60.0, 512
 WINDOW_REQUESTS, WINDOW_TOKENS = 1024, 4096
-EXPIRED, REFUSED = "expired", "refused"
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 REMEMBERED_ROWS = 4096
 """Rows whose newest tokens' time is kept: more than run, as parked ones come back."""
@@ -160,7 +159,7 @@ class QueueMetrics:
         self._forward = ForwardBytes(model)
         self._lock = threading.Lock()
         self._total = Work()
-        self._ended = dict.fromkeys((DONE, FAILED, EXPIRED, CANCELLED, REFUSED), 0)
+        self._ended = dict.fromkeys(OUTCOMES, 0)
         self._steps: deque[tuple[float, Work]] = deque(maxlen=WINDOW_STEPS)
         self._token_s: deque[float] = deque(maxlen=WINDOW_TOKENS)
         self._queue_s: deque[float] = deque(maxlen=WINDOW_REQUESTS)
@@ -213,7 +212,7 @@ class QueueMetrics:
         """
         stats = handle.stats
         with self._lock:
-            self._ended[EXPIRED if isinstance(error, DeadlineError) else status] += 1
+            self._ended[outcome_of(status, error)] += 1
             self._num_alone += handle is self.alone
             if stats.started is not None:
                 self._queue_s.append(stats.started)
@@ -280,12 +279,8 @@ class QueueMetrics:
             "prefix": _prefix(places),
             "preemptions": places.preemptions,
             "breakers": places.guard.states(),
-            "total": {
-                name: getattr(total, name)
-                for name in ("steps", "seconds", "draft_s", "verify_s", "new_tokens",
-                             "prompt_tokens", "rounds", "drafted", "verified", "accepted")
-            },
-        }  # fmt: skip
+            "total": {name: getattr(total, name) for name in TOTALS},
+        }
 
     def _note_tokens(self, row: Row, num_tokens: int, now: float) -> None:
         """Remember when a row got tokens, and how long it had waited for them."""

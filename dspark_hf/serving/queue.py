@@ -14,6 +14,7 @@ from dspark_hf.serving.mapping import results_in_order
 from dspark_hf.serving.prepare import prepare
 from dspark_hf.serving.request import Request
 from dspark_hf.serving.resume import follow
+from dspark_hf.serving.views import prometheus_text
 from dspark_hf.serving.watch import watching
 
 if TYPE_CHECKING:
@@ -204,14 +205,7 @@ class GenerationQueue:
         Raises:
             ConfigError: If prometheus-client is not installed.
         """
-        try:
-            from dspark_hf.serving.exposition import exposition
-        except ImportError as error:
-            raise ConfigError(
-                "prometheus() needs the package prometheus-client; it is not installed. Run: "
-                "pip install 'dspark-hf[serve]'"
-            ) from error
-        return exposition(self.metrics())
+        return prometheus_text(self.metrics())
 
     def watch(
         self, console: Console | None = None, refresh_per_s: float = 4.0

@@ -20,12 +20,18 @@ from dspark_hf.serving.prepare import encode
 from dspark_hf.serving.queue import check_order
 from dspark_hf.serving.replica import Starter
 from dspark_hf.serving.replica_settings import ReplicaConfig
+from dspark_hf.serving.sums import CounterSums, Outcomes
+from dspark_hf.serving.views import prometheus_text
+from dspark_hf.serving.watch import watching
+from dspark_hf.serving.watch_many import render_replicas
 from dspark_hf.serving.wire import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from dspark_hf.config import DSparkConfig
@@ -113,6 +119,7 @@ class ReplicaQueue:
         self.tokenizer = tokenizer
         packed = [_packed("load", one) for one in loads]
         start = Starter(packed, _packed("tokenizer", tokenizer), config, watched)
+        self._outcomes, self._sums = Outcomes(), CounterSums()
         self._dispatcher = Dispatcher(start, len(loads), config, watched)
         self._dispatcher.start()
         self.config: QueueConfig = self._dispatcher.config
@@ -238,17 +245,45 @@ class ReplicaQueue:
         """Return what replicas do and did.
 
         Returns:
-            dict: `requests` that are there; `moves` from one replica to another; `replicas`, each
-            with the fields of `ReplicaState` and its queue's own metrics as `queue`, None where
-            there was no answer in time.
+            dict: `requests` that are there; `moves` from one replica to another; `ended`, requests
+            by outcome, each once; `replicas`, each with the fields of `ReplicaState` and its
+            queue's own metrics as `queue`, None where there was no answer in time; and `alone`,
+            `preemptions`, `prefix`, `kv` and `total`: what they count in all, as far as they have
+            told, those that died included.
         """
-        told = self._dispatcher.ask(ANSWER_S)
-        states = [
-            {**vars(state), "queue": metrics}
-            for state, metrics in zip(self.replicas, told, strict=True)
-        ]
-        num_requests = len(self._dispatcher.jobs)
-        return {"requests": num_requests, "moves": self._dispatcher.moves, "replicas": states}
+        before, told = self.replicas, self._dispatcher.ask(ANSWER_S)
+        states = []
+        for earlier, state, metrics in zip(before, self.replicas, told, strict=True):
+            states.append({**vars(state), "queue": metrics})
+            # Of one that was started again meanwhile nobody knows which process told.
+            if metrics is not None and earlier.restarts == state.restarts:
+                self._sums.note(state.place, state.restarts, metrics)
+        return {
+            "requests": len(self._dispatcher.jobs),
+            "moves": self._dispatcher.moves,
+            "ended": self._outcomes.counts(),
+            "replicas": states,
+            **self._sums.totals(),
+        }
+
+    def prometheus(self) -> str:
+        """Return `metrics()` in the text form that Prometheus reads, by replica and in all.
+
+        Raises:
+            ConfigError: If prometheus-client is not installed.
+        """
+        return prometheus_text(self.metrics())
+
+    def watch(
+        self, console: Console | None = None, refresh_per_s: float = 2.0
+    ) -> AbstractContextManager[None]:
+        """Show live, inside the context, what each replica does; nothing without a terminal.
+
+        Args:
+            console: Where; standard error when None.
+            refresh_per_s: Pictures per second; each asks every replica, which may take longer.
+        """
+        return watching(self.metrics, console, refresh_per_s, render_replicas)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests and end the processes.
@@ -292,7 +327,13 @@ class ReplicaQueue:
         dispatcher = self._dispatcher
         dispatcher.require_open()
         ids, returns_text = encode(self.tokenizer, inputs)
-        handle = RequestHandle(lambda _: dispatcher.cancel(job))
+
+        def on_end(handle: RequestHandle, status: str, error: BaseException | None) -> None:
+            # What submit() raises is no request that ended.
+            if job.is_accepted:
+                self._outcomes.end(handle, status, error)
+
+        handle = RequestHandle(lambda _: dispatcher.cancel(job), on_end)
         job = Job(
             ids,
             kwargs,
@@ -303,6 +344,7 @@ class ReplicaQueue:
             text_by=self.tokenizer if returns_text else None,
         )
         if not dispatcher.put(job, blocks=blocks):
+            self._outcomes.refuse()
             raise QueueFullError(
                 f"max_pending requests, {self.config.max_pending}, wait already. Submit later, or "
                 'set when_full="block".'

@@ -22,10 +22,16 @@ from dspark_hf.serving.handle import DONE, FAILED
 from dspark_hf.serving.mapping import results_in_order
 from dspark_hf.serving.prepare import encode
 from dspark_hf.serving.routing import Asked, Routes
+from dspark_hf.serving.views import prometheus_text
+from dspark_hf.serving.watch import watching
+from dspark_hf.serving.watch_many import render_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from rich.console import Console
 
     from dspark_hf.queue_settings import QueueConfig
     from dspark_hf.serving.handle import RequestHandle, RequestResult
@@ -235,7 +241,8 @@ class Router:
 
         Returns:
             dict: `decisions`, by group and reason, of requests that were taken; `left`, groups that
-            are overloaded; `breakers`, by group; `groups`, each queue's own metrics.
+            are overloaded; by group: `breakers`, whether it is `open`, its `expected_delay_s`; and
+            `groups`, each queue's own metrics.
         """
         decisions: dict[str, dict[str, int]] = defaultdict(dict)
         with self._lock:
@@ -243,10 +250,33 @@ class Router:
                 decisions[group][reason] = count
             left = self.routes.left
             breakers = {name: breaker.state for name, breaker in self._breakers.items()}
-        groups = {name: queue.metrics() for name, queue in self.groups.items()}
         return {
-            "decisions": dict(decisions), "left": left, "breakers": breakers, "groups": groups,
-        }  # fmt: skip
+            "decisions": dict(decisions),
+            "left": left,
+            "breakers": breakers,
+            "open": {name: queue.is_open for name, queue in self.groups.items()},
+            "expected_delay_s": {n: queue.expected_delay_s for n, queue in self.groups.items()},
+            "groups": {name: queue.metrics() for name, queue in self.groups.items()},
+        }
+
+    def prometheus(self) -> str:
+        """Return `metrics()` in the text form that Prometheus reads, by group and replica.
+
+        Raises:
+            ConfigError: If prometheus-client is not installed.
+        """
+        return prometheus_text(self.metrics())
+
+    def watch(
+        self, console: Console | None = None, refresh_per_s: float = 2.0
+    ) -> AbstractContextManager[None]:
+        """Show live, inside the context, what each group does; nothing without a terminal.
+
+        Args:
+            console: Where; standard error when None.
+            refresh_per_s: Pictures per second; groups of replicas may take longer to answer.
+        """
+        return watching(self.metrics, console, refresh_per_s, render_groups)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Close every queue, all at the same time.

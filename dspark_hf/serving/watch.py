@@ -25,7 +25,10 @@ PERCENTILES = ("p50", "p95", "p99")
 
 @contextmanager
 def watching(
-    metrics: Callable[[], Mapping[str, Any]], console: Console | None, refresh_per_s: float
+    metrics: Callable[[], Mapping[str, Any]],
+    console: Console | None,
+    refresh_per_s: float,
+    draw: Callable[[Mapping[str, Any]], RenderableType] | None = None,
 ) -> Iterator[None]:
     """Draw metrics inside the context; nothing where the console is no terminal.
 
@@ -33,14 +36,16 @@ def watching(
         metrics: Returns them.
         console: Where; standard error when None.
         refresh_per_s: Pictures per second.
+        draw: Makes a picture of them; None for one of a single queue.
     """
+    picture = draw or render
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield
         return
     with Live(
         console=console,
-        get_renderable=lambda: render(metrics()),
+        get_renderable=lambda: picture(metrics()),
         refresh_per_second=refresh_per_s,
         transient=True,
     ):
@@ -70,38 +75,40 @@ def _summary(metrics: Mapping[str, Any]) -> Table:
     table.add_row(
         "batch",
         f"{batch['rows']} rows of {batch['limit']} (at most {batch['max_rows']}), "
-        f"utilisation {_percent(batch['utilisation'])}",
+        f"utilisation {percent_text(batch['utilisation'])}",
     )
     table.add_row(
         "queue",
         f"{requests['waiting']} waiting, {requests['parked']} of them parked, "
-        f"oldest {_seconds(requests['oldest_s'])}; {metrics['preemptions']} preemptions",
+        f"oldest {seconds_text(requests['oldest_s'])}; {metrics['preemptions']} preemptions",
     )
     table.add_row("ended", ", ".join(f"{n} {name}" for name, n in metrics["ended"].items() if n))
     table.add_row(
         "tokens/s",
-        f"{_number(speed['new_tokens_per_s'], 1)} new, "
-        f"{_number(speed['prompt_tokens_per_s'], 1)} of prompts",
+        f"{number_text(speed['new_tokens_per_s'], 1)} new, "
+        f"{number_text(speed['prompt_tokens_per_s'], 1)} of prompts",
     )
     table.add_row(
         "drafts",
-        f"accepted length {_number(speculation['accepted_length'])}, "
-        f"hit rate {_percent(speculation['hit_rate'])}, "
-        f"{_number(speculation['verified_per_row'])} verified per row",
+        f"accepted length {number_text(speculation['accepted_length'])}, "
+        f"hit rate {percent_text(speculation['hit_rate'])}, "
+        f"{number_text(speculation['verified_per_row'])} verified per row",
     )
     table.add_row(
         "memory",
-        f"{kv['tokens']} tokens, budget {_percent(kv['use'])} used; "
-        + ", ".join(f"{tier} {_size(used[tier])} of {_size(budget[tier])}" for tier in used),
+        f"{kv['tokens']} tokens, budget {percent_text(kv['use'])} used; "
+        + ", ".join(
+            f"{tier} {size_text(used[tier])} of {size_text(budget[tier])}" for tier in used
+        ),
     )
-    table.add_row("prefixes", f"{_percent(prefix['hit_rate'])} of prompt tokens found")
+    table.add_row("prefixes", f"{percent_text(prefix['hit_rate'])} of prompt tokens found")
     table.add_row(
         "bandwidth",
-        f"{_size(bandwidth['bytes_per_s'])}/s read"
+        f"{size_text(bandwidth['bytes_per_s'])}/s read"
         + (
             ""
             if bandwidth["machine_bytes_per_s"] is None
-            else f", {_percent(bandwidth['share'])} of what copying moves"
+            else f", {percent_text(bandwidth['share'])} of what copying moves"
         ),
     )
     table.add_row("drafters", _breakers(metrics["breakers"]))
@@ -125,7 +132,7 @@ def _delays(delays: Mapping[str, Mapping[str, float | None]]) -> Table:
         table.add_column(name, justify="right")
     names = {"queue": "in the queue", "first_token": "first token", "per_token": "per token"}
     for key, name in names.items():
-        table.add_row(name, *(_seconds(delays[key][p]) for p in PERCENTILES))
+        table.add_row(name, *(seconds_text(delays[key][p]) for p in PERCENTILES))
     return table
 
 
@@ -146,26 +153,30 @@ def _rows(rows: list[Mapping[str, Any]]) -> Table:
             str(row["prompt_tokens"]),
             str(row["new_tokens"]),
             f"{row['accepted_length']:.2f}",
-            _seconds(row["age_s"]),
+            seconds_text(row["age_s"]),
         )
     return table
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number_text(value: float | None, digits: int = 2) -> str:
+    """Return a number, or a dash for one that is not known; so do those below."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _percent(value: float | None) -> str:
+def percent_text(value: float | None) -> str:
+    """Return a share in per cent."""
     return "-" if value is None else f"{value:.0%}"
 
 
-def _seconds(value: float | None) -> str:
+def seconds_text(value: float | None) -> str:
+    """Return a time in milliseconds or seconds."""
     if value is None:
         return "-"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def _size(value: float | None) -> str:
+def size_text(value: float | None) -> str:
+    """Return a number of bytes in the unit that fits it."""
     if value is None:
         return "-"
     for unit in UNITS[:-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tiny
 from dspark_hf import DSparkConfig, DSparkForCausalLM
 from dspark_hf.errors import ConfigError, DeadlineError, InputError, QueueClosedError
 from dspark_hf.serving import ReplicaConfig, ReplicaQueue
 from harness import toy_tokenizer
+from made_metrics import samples
 from replica_parts import FailAt, HoldAt, no_model
 
 pytestmark = pytest.mark.xdist_group("replicas")
@@ -206,7 +209,8 @@ def test_when_a_replica_is_killed_nothing_is_lost_or_said_twice(
     held, place, prompt = hold(replicas, tmp_path / "gate", seed=7)
     handles = [replicas.submit(ids, **options) for ids, options in requests()]
     until(lambda: len(held.pieces) == HELD)
-    victim = replicas.replicas[place]
+    victim, counted = replicas.replicas[place], replicas.metrics()
+    assert counted["total"]["new_tokens"] > 0
     os.kill(victim.pid, signal.SIGKILL)
     until(lambda: held.stats.moves == 1)
     (tmp_path / "gate").unlink()
@@ -224,6 +228,29 @@ def test_when_a_replica_is_killed_nothing_is_lost_or_said_twice(
     now = replicas.replicas[place]
     assert now.pid != victim.pid
     assert now.restarts == victim.restarts + 1
+    told, text = replicas.metrics(), samples(replicas.prometheus())
+    assert told["total"]["new_tokens"] >= counted["total"]["new_tokens"]
+    assert told["ended"]["done"] >= counted["ended"]["done"] + 1
+    assert text["dspark_replica_restarts_total", str(place)] == now.restarts
+    assert text["dspark_all_new_tokens_total",] >= told["total"]["new_tokens"]
+
+
+def test_what_replicas_do_is_told_by_replica_and_in_all(replicas: ReplicaQueue) -> None:
+    until(lambda: all_ready(replicas))
+    before, file = replicas.metrics(), io.StringIO()
+    with pytest.raises(InputError):
+        replicas.submit([1, 2, 500], **GREEDY)
+    with replicas.watch(Console(file=file, force_terminal=True, width=140)):
+        replicas.submit(tiny.prompt(9, seed=3), **GREEDY).result(WAIT_S)
+        until(lambda: "2 of 2 ready" in file.getvalue())
+    told, text = replicas.metrics(), samples(replicas.prometheus())
+    assert told["ended"] == {**before["ended"], "done": before["ended"]["done"] + 1}
+    assert told["total"]["new_tokens"] == before["total"]["new_tokens"] + 40
+    for place, replica in enumerate(told["replicas"]):
+        key = "dspark_new_tokens_total", str(place)
+        assert text[key] == replica["queue"]["total"]["new_tokens"]
+        assert text["dspark_replica_ready", str(place)] == 1
+    assert text["dspark_all_requests_total", "done"] == told["ended"]["done"]
 
 
 def test_a_replica_that_hangs_is_noticed_by_its_silence(

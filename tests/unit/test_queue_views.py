@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 import tiny
@@ -16,51 +15,9 @@ from dspark_hf import GenerationQueue
 from dspark_hf.serving.exposition import FAMILIES, PREFIX, exposition
 from dspark_hf.serving.watch import MOST_ROWS, render, watching
 from harness import CONFIG, wrapped
+from made_metrics import metrics, row, samples
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "serving.md"
-
-
-def row(number: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "row": number, "status": "running", "priority": 0, "prompt_tokens": 31, "new_tokens": 12,
-        "accepted_length": 1.75, "age_s": 2.5, **changes,
-    }  # fmt: skip
-
-
-def metrics(**changes: Any) -> dict[str, Any]:
-    """Return metrics of a queue at work."""
-    return {
-        "requests": {"waiting": 5, "parked": 2, "running": 3, "oldest_s": 0.25},
-        "ended": {"done": 40, "failed": 1, "expired": 0, "cancelled": 2, "refused": 0},
-        "alone": 1,
-        "rows": [row(7), row(8, status="starting", new_tokens=0, accepted_length=0.0)],
-        "batch": {"rows": 2, "max_rows": 16, "limit": 12, "utilisation": 0.625},
-        "delay_s": {
-            "queue": {"p50": 0.004, "p95": 0.5, "p99": 1.25},
-            "first_token": {"p50": 0.1, "p95": 0.9, "p99": 3.0},
-            "per_token": {"p50": None, "p95": None, "p99": None},
-        },
-        "speed": {"new_tokens_per_s": 81.26, "prompt_tokens_per_s": None},
-        "speculation": {"accepted_length": 1.9, "hit_rate": 0.4, "verified_per_row": 2.25},
-        "bandwidth": {
-            "bytes_per_s": 2.0 * 2**30, "weight_bytes": 270_000_000,
-            "machine_bytes_per_s": 8.0 * 2**30, "share": 0.25,
-        },
-        "kv": {
-            "tokens": 4096,
-            "bytes": {"device": 3 * 2**20, "host": 1536, "disk": 0},
-            "budget_bytes": {"device": 2**30, "host": 2**21, "disk": 0},
-            "use": 0.75, "damaged_files": 0,
-        },
-        "prefix": {"asked": 100, "found": 64, "hit_rate": 0.64},
-        "preemptions": 3,
-        "breakers": {"block": "closed", "lookup": "open"},
-        "total": {
-            "steps": 9, "seconds": 1.5, "draft_s": 0.25, "verify_s": 1.0, "new_tokens": 120,
-            "prompt_tokens": 300, "rounds": 80, "drafted": 60, "verified": 50, "accepted": 20,
-        },
-        **changes,
-    }  # fmt: skip
 
 
 def drawn(values: dict[str, Any]) -> str:
@@ -127,15 +84,6 @@ def test_a_terminal_shows_the_picture_while_the_context_is_open() -> None:
         assert "utilisation" in file.getvalue()
         queue.submit(tiny.prompt(5), max_new_tokens=3, do_sample=False).result(60)
         assert len(file.getvalue()) == length
-
-
-def samples(text: str) -> dict[tuple[str, ...], float]:
-    """Read an exposition: values by name and labels."""
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_prometheus_reads_every_value_back() -> None:

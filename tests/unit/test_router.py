@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import tiny
 from dspark_hf import DSparkConfig, GenerationQueue, QueueConfig
@@ -14,6 +16,7 @@ from dspark_hf.serving import LoadLimit, Router
 from dspark_hf.serving.handle import CANCELLED, DONE, FAILED, RequestHandle, RequestResult
 from dspark_hf.serving.routing import Asked, Decision, Routes
 from harness import wrapped
+from made_metrics import samples
 
 IDLE = {"flash": 0.0, "pro": 0.0}
 WAIT_S = 60
@@ -194,6 +197,8 @@ def test_requests_reach_their_group_as_they_were_submitted(queues: dict[str, Any
         "decisions": {"pro": {"rule": 1}, "flash": {"class": 1}},
         "left": [],
         "breakers": {"flash": "closed", "pro": "closed"},
+        "open": {"flash": True, "pro": True},
+        "expected_delay_s": {"flash": 0.0, "pro": 0.0},
         "groups": {"flash": {"taken": 1}, "pro": {"taken": 1}},
     }
 
@@ -292,9 +297,16 @@ def test_each_group_answers_as_its_own_model_does() -> None:
         queues = {name: GenerationQueue(model) for name, model in models.items()}
         with Router(queues, RULES) as router:
             results = list(router.map(prompts, progress=False, **options))
-            named = router.submit(prompts[0], group="pro", **options).result(WAIT_S)
+            file = io.StringIO()
+            with router.watch(Console(file=file, force_terminal=True, width=140)):
+                named = router.submit(prompts[0], group="pro", **options).result(WAIT_S)
+            found = samples(router.prometheus())
         groups = [result.stats.group for result in [*results, named]]
         assert groups == ["flash", "pro", "flash", "pro"]
+        assert [found["dspark_requests_total", name, "done"] for name in models] == [2, 2]
+        assert found["dspark_group_decisions_total", "pro", "named"] == 1
+        assert "flash" in file.getvalue()
+        assert "tokens/s" in file.getvalue()
         for result, ids, group in zip(
             [*results, named], [*prompts, prompts[0]], groups, strict=True
         ):
