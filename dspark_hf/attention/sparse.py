@@ -11,10 +11,13 @@ import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.attention.policy import StepSignals
-from dspark_hf.attention.predictors import page_weights
+from dspark_hf.attention.predictors import MAX_JOINED, page_weights
 
 if TYPE_CHECKING:
     from dspark_hf.attention.policy import SparsePolicy
+
+LEAST, TINY = -1e30, 1e-30
+"""Stand for the largest logit and the sum of nothing where they are subtracted and divided by."""
 
 
 @dataclass
@@ -274,44 +277,77 @@ class _Reader:
         Returns:
             tuple: Output (Hkv, R, Dv) and log-sum-exp (Hkv, R), both float32.
         """
-        num_kv, rows = self.packed.shape[:2]
+        num_kv, rows, dim = self.packed.shape
         chosen = chosen.sort().values
         head, page = chosen // num_pages, chosen % num_pages
-        counts = torch.bincount(head, minlength=num_kv).tolist()
-        held = self.keys.shape[2] // PAGE
-        index = (self.slot * num_kv + head) * held + page
+        index = (self.slot * num_kv + head) * (self.keys.shape[2] // PAGE) + page
         keys, values = gather_pages(self.keys, index), gather_pages(self.values, index)
+        if 4 * num_kv * rows * len(keys) * dim <= MAX_JOINED:
+            return self._joined(head, page, keys, values)
+        return self._by_head(head, page, keys, values)
+
+    def _joined(
+        self, head: torch.Tensor, page: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with all heads at once, and hide from each the pages of the others."""
+        num_kv, rows, _ = self.packed.shape
+        logits = self._products(self.packed.flatten(0, 1), keys).unflatten(1, (-1, PAGE))
+        own = torch.arange(num_kv, device=head.device).repeat_interleave(rows)
+        hidden = self._hidden(page).unflatten(1, (-1, PAGE)).repeat(num_kv, 1, 1)
+        logits.masked_fill_(hidden.logical_or_((own[:, None] != head)[..., None]), float("-inf"))
+        # A head none of whose pages is read has -inf only, and no output.
+        top = logits.amax(dim=(1, 2)).clamp_min(LEAST)
+        shares = torch.exp_(logits.sub_(top[:, None, None]))
+        if self.masses is not None:
+            found = (
+                shares[:: self.num_queries].sum(dim=2).log_().add_(top[:: self.num_queries, None])
+            )
+            places = torch.arange(len(page), device=page.device)
+            self.masses[head, :, page] = found.unflatten(0, (num_kv, -1))[head, :, places]
+        shares = shares.flatten(1)
+        sums = shares.sum(dim=1)
+        out = torch.mm(shares.to(values.dtype), values).float()
+        out = out.div_(sums.clamp_min(TINY)[:, None]).view(num_kv, rows, -1)
+        return out, (top + sums.log()).view(num_kv, rows)
+
+    def _by_head(
+        self, head: torch.Tensor, page: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend head by head."""
+        num_kv, rows, _ = self.packed.shape
         out = self.packed.new_zeros(num_kv, rows, values.shape[-1], dtype=torch.float32)
         total = out.new_full((num_kv, rows), float("-inf"))
         begin = 0
-        for h, count in enumerate(counts):
+        for h, count in enumerate(torch.bincount(head, minlength=num_kv).tolist()):
             if count:
                 span = slice(begin * PAGE, (begin + count) * PAGE)
-                logits = self._logits(self.packed[h], keys[span], page[begin : begin + count])
+                pages = page[begin : begin + count]
+                logits = self._products(self.packed[h], keys[span])
+                # Only pages that hold newest tokens need a mask, and pages are in order.
+                tail = pages[pages >= self.past // PAGE]
+                if len(tail):
+                    hidden = self._hidden(tail)
+                    logits[:, -hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
                 total[h] = logits.logsumexp(dim=-1)
                 if self.masses is not None:
                     first = logits[:: self.num_queries].unflatten(1, (-1, PAGE))
-                    self.masses[h, :, page[begin : begin + count]] = first.logsumexp(dim=-1)
+                    self.masses[h, :, pages] = first.logsumexp(dim=-1)
                 weights = torch.exp(logits - total[h][:, None]).to(values.dtype)
                 out[h] = torch.mm(weights, values[span]).float()
             begin += count
         return out, total
 
-    def _logits(self, query: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Return logits (R, tokens), -inf for tokens behind a query or the row's end."""
+    def _products(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return logits (R, tokens), as if every token came before every query."""
         if query.dtype == torch.float32:
-            logits = torch.mm(keys, query.T).T * self.scale
-        else:
-            logits = torch.mm(query, keys.T).float() * self.scale
-        # Only pages that hold newest tokens need a mask, and pages are in order.
-        first = self.past // PAGE
-        tail = pages[pages >= first]
-        if len(tail):
-            place = (tail[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()
-            newest = self.past + torch.arange(self.num_queries, device=pages.device)
-            hidden = (place[None] > newest[:, None]).repeat(len(query) // self.num_queries, 1)
-            logits[:, -len(place) :].masked_fill_(hidden, float("-inf"))
-        return logits
+            return torch.mm(keys, query.T).T.mul(self.scale).contiguous()
+        return torch.mm(query, keys.T).float() * self.scale
+
+    def _hidden(self, pages: torch.Tensor) -> torch.Tensor:
+        """Tell which tokens (R, tokens of pages) lie behind a query or the row's end."""
+        place = (pages[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()
+        newest = self.past + torch.arange(self.num_queries, device=pages.device)
+        return (place > newest[:, None]).repeat(self.packed.shape[1] // self.num_queries, 1)
 
 
 def gather_pages(cached: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

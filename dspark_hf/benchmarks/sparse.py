@@ -193,6 +193,10 @@ def _layer_ways(
         stats = SparseStats()
         row = SparseRow(policy, stats, 0)
         summaries = [PageSummaries() for _ in held]
+        for pages, (keys, _) in zip(summaries, held, strict=True):
+            # A context is summarised as it is read, not by the step that attends to it.
+            for slot in range(case.rows):
+                pages.refresh(keys, slot, past)
         ways[name] = (
             partial(_attend_rows, query, held, summaries, row, turn, past, scale),
             stats,

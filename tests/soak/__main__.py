@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils import logging as hf_logging
 
 from dspark_hf.benchmarks import environment
 from soak.report import line, record, save, show
@@ -23,19 +24,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=SoakSettings.minutes)
     parser.add_argument("--model", help="path or hub id of a checkpoint; a tiny random one if not")
     parser.add_argument("--seed", type=int, default=SoakSettings.seed)
+    parser.add_argument("--faults", type=float, default=SoakSettings.faults)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     chosen = parser.parse_args(arguments)
-    # Faults are counted, not told one by one.
-    logging.getLogger("dspark_hf").setLevel(logging.ERROR)
-    hf_logging.set_verbosity_error()
     console = Console()
-    settings = SoakSettings(chosen.minutes, chosen.model or None, chosen.seed)
-    with environment.threads_set_to(1):
+    settings = SoakSettings(chosen.minutes, chosen.model or None, chosen.seed, faults=chosen.faults)
+    with environment.threads_set_to(1), quiet():
         found = soak(settings, lambda sample: console.print(line(sample), highlight=False))
         result = record(found, command(settings))
     save(result, chosen.output)
     show(result, console)
     return 1 if result["problems"] else 0
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log errors only for a while: faults are counted, not told one by one."""
+    loggers = [logging.getLogger(name) for name in ("dspark_hf", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def command(settings: SoakSettings) -> str:

@@ -45,6 +45,7 @@ WRONG_AT_SUBMIT: list[tuple[Any, dict[str, Any], type[Exception]]] = [
     ([1, -1], {}, InputError),
     ([1, 2], {"max_new_tokens": 10**9}, CapacityError),
     ([1, 2], {"num_return_sequences": 2}, ValueError),
+    ([1, 2], {"num_beams": -1}, ConfigError),
     ([1, 2], {"input_ids": torch.ones(1, 1)}, ConfigError),
 ]
 """What is submitted, and how it must be refused in the caller's thread."""

@@ -22,7 +22,7 @@ from soak.subject import Subject, subject_of
 from storms import ScarceMemory, lost_caches
 
 NUM_CLIENTS, FIRST_KNOWN = 3, 16
-KV_TOKENS, HOST_TOKENS, DISK_TOKENS = 640, 600, 4000
+KV_TOKENS, HOST_TOKENS, DISK_TOKENS = 640, 300, 4000
 """Room for keys and values, in tokens: six rows that are short, and fewer that are not."""
 NO_MEMORY, LOST, DAMAGE, MOOD = 0.003, 0.05, 0.1, 0.1
 """Chances: of a forward, of a parked row, and of a tick, to damage a file or change the mood."""
@@ -43,12 +43,14 @@ class SoakSettings:
         model: Path or hub id of a checkpoint; None for a tiny random one.
         seed: Of everything that is drawn.
         bound_s: Seconds within which every request must have ended.
+        faults: How many times as often as usual things go wrong.
     """
 
     minutes: float = 30.0
     model: str | None = None
     seed: int = 1
     bound_s: float = 120.0
+    faults: float = 1.0
 
 
 @dataclass
@@ -103,7 +105,7 @@ def soak(settings: SoakSettings, on_sample: Callable[[Sample], None] = lambda _:
             for n in range(NUM_CLIENTS)
         ]
         try:
-            with going_wrong(queue, subject, tally, settings.seed):
+            with going_wrong(queue, subject, tally, settings):
                 for client in clients:
                     client.start()
                 watch(found, queue, folder, on_sample)
@@ -131,13 +133,14 @@ def going_wrong(
 ) -> Iterator[None]:
     """Let memory run out, caches be lost and drafters fail in the queue's thread."""
     engine, note = queue._engine, tally.faults.note
-    streams = [random.Random(100 * seed + n) for n in range(3)]  # noqa: S311
+    streams = [random.Random(100 * settings.seed + n) for n in range(3)]  # noqa: S311
     subject.drafter.mislead(engine, streams[0], tally.faults)
     memory = ScarceMemory(
-        subject.model, engine, streams[1], NO_MEMORY, thread=engine._thread, note=note
-    )
+        subject.model, engine, streams[1], NO_MEMORY * settings.faults,
+        thread=engine._thread, note=note,
+    )  # fmt: skip
     try:
-        with lost_caches(streams[2], LOST, note):
+        with lost_caches(streams[2], LOST * settings.faults, note):
             yield
     finally:
         memory.end()
@@ -156,11 +159,11 @@ def watch(
         if elapsed >= len(found.samples) * between:
             found.samples.append(sample(queue, folder, tally, elapsed / 60))
             on_sample(found.samples[-1])
-        if stream.random() < DAMAGE:
+        if stream.random() < DAMAGE * found.settings.faults:
             how = damage_a_file(folder, stream)
             if how is not None:
                 tally.faults.note(f"a file of the disk tier: {how}")
-        if stream.random() < MOOD:
+        if stream.random() < MOOD * found.settings.faults:
             found.subject.drafter.mood = stream.choice(MOODS)
         time.sleep(min(TICK_S, between / 4))
     if not queue.is_open:
