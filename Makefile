@@ -4,6 +4,10 @@ PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python
 VENV ?= .venv
 VENV_OLDEST ?= .venv-5.20
 WORKERS ?= 2
+# Of `make soak`: a checkpoint in place of a tiny random model, and how often things go wrong.
+MINUTES ?= 30
+MODEL ?=
+FAULTS ?= 1
 
 # Waiting threads sleep instead of spinning: on few cores spinning starves the thread with work.
 export OMP_WAIT_POLICY ?= passive
@@ -16,7 +20,7 @@ STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # group share a worker and with it the real model's plain text, which takes minutes to generate.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
-.PHONY: help install model test test-kernels check demo bench test-oldest clean
+.PHONY: help install model test test-kernels check demo bench soak test-oldest clean
 
 help:
 	@echo 'make install      virtual environment in $(VENV) with the pinned versions'
@@ -25,6 +29,7 @@ help:
 	@echo 'make test-kernels GPU kernels in the interpreter, and compiled for GPUs (part of make test)'
 	@echo 'make demo         see SmolLM2-135M generate faster, with the same text'
 	@echo 'make bench        measure generate() and write benchmarks/results/generate.json'
+	@echo 'make soak         the queue under faults for MINUTES=30; writes benchmarks/results/soak.json'
 	@echo 'make test-oldest  the lossless suite on the oldest supported Transformers'
 	@echo 'make clean        remove environments, caches and build output'
 
@@ -62,6 +67,10 @@ demo: model
 bench: model
 	mkdir -p benchmarks/results
 	$(BIN)/dspark-hf bench generate
+
+soak: $(STAMP)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m soak --minutes $(MINUTES) --faults $(FAULTS) \
+		$(if $(MODEL),--model $(MODEL))
 
 test-oldest: $(STAMP_OLDEST) model
 	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python -m pytest -q -n $(WORKERS) tests/lossless

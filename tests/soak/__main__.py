@@ -54,7 +54,8 @@ def quiet() -> Iterator[None]:
 def command(settings: SoakSettings) -> str:
     """Return how this soak can be repeated, without what is private to a machine."""
     model = "" if settings.model is None else f" MODEL={Path(settings.model).name}"
-    return f"make soak MINUTES={settings.minutes:g}{model}"
+    faults = "" if settings.faults == SoakSettings.faults else f" FAULTS={settings.faults:g}"
+    return f"make soak MINUTES={settings.minutes:g}{model}{faults}"
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ LOAD_S = 5.0
 """Seconds, on average, after which a client changes how many it has."""
 PAUSE_S, FULL_S = 0.01, 0.2
 """Seconds between two looks, and after the queue was found full."""
+MOST_AWAKE_S = 0.25
+"""Of a gap between two looks, counted as waiting: looks are quicker where a client is run."""
 MOST_TOLD = 20
 """Things that went wrong which are told in full; the others are counted."""
 CHANCES = {"cancel": 0.12, "deadline": 0.1, "wrong": 0.03, "raises": 0.04, "generate": 0.005}
@@ -52,13 +57,24 @@ WRONG_AT_SUBMIT: list[tuple[Any, dict[str, Any], type[Exception]]] = [
 
 
 class Tally:
-    """What became of all requests, and what was wrong."""
+    """What became of all requests, and what was wrong.
+
+    Attributes:
+        outcomes: How many requests came to what.
+        faults: How often what went wrong.
+        wrong: How often happened what must not.
+        told: That, in full.
+        longest_s: The longest that a request took.
+        late: Where the queue's thread was when a request had taken longer than the bound.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
         self.outcomes, self.faults = Counts(), Counts()
         self.wrong = Counts()
         self.told: list[str] = []
+        self.longest_s = 0.0
+        self.late: list[str] = []
 
     def complain(self, kind: str, what: str) -> None:
         """Note something that must not happen.
@@ -83,6 +99,8 @@ class Flight:
         deadline_s: As submitted.
         cancel_at: When it will be cancelled, on time.monotonic(); None for never.
         was_cancelled: Whether it was.
+        awake_s: Seconds that its client has waited for it, being awake.
+        is_late: Whether it has been noted as late.
     """
 
     question: Question | None
@@ -91,6 +109,8 @@ class Flight:
     deadline_s: float | None = None
     cancel_at: float | None = None
     was_cancelled: bool = False
+    awake_s: float = 0.0
+    is_late: bool = False
 
 
 def check(flight: Flight) -> tuple[str, str | None]:
@@ -167,6 +187,15 @@ def told(flight: Flight) -> str:
     )
 
 
+def where_is(queue: GenerationQueue) -> str:
+    """Return where a queue's thread is, and how many steps it has made."""
+    engine = queue._engine
+    frame = sys._current_frames().get(engine._thread.ident or 0)
+    calls = [] if frame is None else traceback.extract_stack(frame)
+    stack = " > ".join(f"{Path(call.filename).stem}.{call.name}:{call.lineno}" for call in calls)
+    return f"step {engine.steps} in {stack or 'no thread'}"
+
+
 class Client(threading.Thread):
     """Has some requests in the queue at any time, until it is told to stop."""
 
@@ -188,6 +217,7 @@ class Client(threading.Thread):
         self.stopping = threading.Event()
         self.flights: list[Flight] = []
         self.load, self.load_until = MOST_IN_FLIGHT, 0.0
+        self.looked = time.monotonic()
 
     def run(self) -> None:
         """Submit until told to stop, then wait for what is left."""
@@ -205,21 +235,40 @@ class Client(threading.Thread):
             self.tally.complain(OTHERWISE, f"a client ended by {error!r}")
 
     def look(self) -> None:
-        """Compare what has ended, cancel what should be, complain of what hangs."""
+        """Compare what has ended, cancel what should be, complain of what hangs.
+
+        Where the system does not run this process for a while, it does not run the queue either:
+        of a gap between two looks only so much counts.
+        """
         now, left = time.monotonic(), []
+        awake_s, self.looked = min(now - self.looked, MOST_AWAKE_S), now
         for flight in self.flights:
+            flight.awake_s += awake_s
             if flight.cancel_at is not None and now >= flight.cancel_at:
                 flight.was_cancelled, flight.cancel_at = flight.handle.cancel(), None
             if flight.handle.is_ended:
-                outcome, wrong = check(flight)
-                self.tally.outcomes.note(outcome)
-                if wrong is not None:
-                    self.tally.complain(WRONG if outcome == DONE else OTHERWISE, wrong)
-            elif flight.handle.stats.since_submitted() > self.bound_s:
-                self.tally.complain(HANGING, f"{told(flight)}, {flight.handle.status}")
+                self._land(flight)
+            elif flight.awake_s > self.bound_s:
+                where = where_is(self.queue)
+                self.tally.complain(HANGING, f"{told(flight)}, {flight.handle.status}: {where}")
             else:
+                self._note_late(flight)
                 left.append(flight)
         self.flights = left
+
+    def _land(self, flight: Flight) -> None:
+        outcome, wrong = check(flight)
+        self.tally.outcomes.note(outcome)
+        self.tally.longest_s = max(self.tally.longest_s, flight.handle.stats.ended or 0.0)
+        if wrong is not None:
+            self.tally.complain(WRONG if outcome == DONE else OTHERWISE, wrong)
+
+    def _note_late(self, flight: Flight) -> None:
+        if flight.is_late or flight.handle.stats.since_submitted() <= self.bound_s:
+            return
+        flight.is_late = True
+        if len(self.tally.late) < MOST_TOLD:
+            self.tally.late.append(f"{flight.handle.status}, {where_is(self.queue)}")
 
     def ask(self) -> None:
         """Make one request of any kind."""

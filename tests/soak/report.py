@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -85,6 +86,8 @@ def record(soak: Soak, command: str) -> dict[str, Any]:
         "requests": soak.tally.outcomes.as_dict(),
         "distinct": soak.known,
         "wrong": soak.tally.wrong.as_dict(),
+        "longest_s": soak.tally.longest_s,
+        "late": soak.tally.late,
         "faults": soak.tally.faults.as_dict(),
         "memory": {
             "warm_bytes": warm[0].rss_bytes if warm else None,
@@ -118,8 +121,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         parts = [f"{key}: {value}" for key, value in result[name].items()]
         console.print(f"[bold]{name}[/bold]  " + "; ".join(parts), highlight=False)
     console.print(sentence(result), highlight=False)
+    for late in result["late"]:
+        console.print("late ", late, markup=False, highlight=False)
     for problem in result["problems"]:
-        console.print(f"[red]wrong[/red]  {problem}", markup=True, highlight=False)
+        console.print("wrong ", problem, style="red", markup=False, highlight=False)
 
 
 def _table(samples: Sequence[Mapping[str, Any]]) -> Table:
@@ -128,8 +133,9 @@ def _table(samples: Sequence[Mapping[str, Any]]) -> Table:
     chosen = list(samples[::step])
     if samples and chosen[-1] is not samples[-1]:
         chosen.append(samples[-1])
-    table = Table(title="The queue over time; KiB in host memory + on disk")
-    names = ("min", "MiB", "done", "rows", "wait", "slots", "parked", "kept", "files", "thr", "fds")
+    table = Table(title="The queue over time; KiB in memory + on disk", box=box.SIMPLE_HEAD)
+    names = ("min", "MiB", "CPU s", "done", "rows", "wait", "slots", "parked", "kept", "files",
+             "thr", "fds")  # fmt: skip
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for one in chosen:
@@ -138,7 +144,7 @@ def _table(samples: Sequence[Mapping[str, Any]]) -> Table:
             for key in ("parked_bytes", "kept_bytes")
         ]
         table.add_row(
-            f"{one['minute']:.1f}", f"{one['rss_bytes'] / MIB:.1f}",
+            f"{one['minute']:.1f}", f"{one['rss_bytes'] / MIB:.0f}", f"{one['cpu_s']:.0f}",
             *(str(one[name]) for name in ("done", "rows", "waiting", "slots")), *tiers,
             *(str(one[name]) for name in ("files", "threads", "descriptors")),
         )  # fmt: skip
@@ -169,6 +175,6 @@ def sentence(result: Mapping[str, Any]) -> str:
         f"{result['settings']['minutes']:g} minutes of {result['model']['name']}: "
         f"{requests.get('done', 0)} requests done, {requests.get('cancelled', 0)} cancelled, "
         f"{requests.get('expired', 0)} expired, {requests.get('failed as injected', 0)} failed as "
-        f"injected; {faults} faults, {result['queue']['preemptions']} preemptions; {wrong} wrong; "
-        f"{grown}."
+        f"injected, the longest took {result['longest_s']:.0f} s; {faults} faults, "
+        f"{result['queue']['preemptions']} preemptions; {wrong} wrong; {grown}."
     )

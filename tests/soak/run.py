@@ -129,7 +129,7 @@ def queue_settings(subject: Subject, folder: Path) -> QueueConfig:
 
 @contextmanager
 def going_wrong(
-    queue: GenerationQueue, subject: Subject, tally: Tally, seed: int
+    queue: GenerationQueue, subject: Subject, tally: Tally, settings: SoakSettings
 ) -> Iterator[None]:
     """Let memory run out, caches be lost and drafters fail in the queue's thread."""
     engine, note = queue._engine, tally.faults.note
@@ -176,6 +176,9 @@ def end(found: Soak, queue: GenerationQueue, folder: Path, clients: list[Client]
     for client in clients:
         client.stopping.set()
     for client in clients:
+        if client.ident is None:
+            # Something went wrong before it was started.
+            continue
         client.join(2 * bound_s)
         if client.is_alive():
             found.left.append(f"{client.name} does not end")

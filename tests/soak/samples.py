@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ class Sample:
         rss_bytes: Memory of the process.
         threads: Of the process, of Python and below.
         descriptors: Open files and sockets.
+        cpu_s: Seconds that the process was run by all cores.
+        steps: That the queue has made.
         done: Requests that came to their result so far.
         rows: That run.
         waiting: Requests that wait, parked ones included.
@@ -41,6 +43,8 @@ class Sample:
     rss_bytes: int
     threads: int
     descriptors: int
+    cpu_s: float = 0.0
+    steps: int = 0
     done: int = 0
     rows: int = 0
     waiting: int = 0
@@ -57,7 +61,7 @@ def process_sample(minute: float = 0.0) -> Sample:
     process = psutil.Process()
     with process.oneshot():
         rss, threads = process.memory_info().rss, process.num_threads()
-        return Sample(minute, rss, max(threads, threading.active_count()), process.num_fds())
+        return Sample(minute, rss, threads, process.num_fds(), time.process_time())
 
 
 def sample(queue: GenerationQueue, folder: Path, tally: Tally, minute: float) -> Sample:
@@ -74,7 +78,8 @@ def sample(queue: GenerationQueue, folder: Path, tally: Tally, minute: float) ->
     slots, allocated = target_slots(places)
     tiers = metrics["kv"]["bytes"]
     return Sample(
-        minute, process.rss_bytes, process.threads, process.descriptors, tally.outcomes[DONE],
+        minute, process.rss_bytes, process.threads, process.descriptors, process.cpu_s,
+        metrics["total"]["steps"], tally.outcomes[DONE],
         metrics["batch"]["rows"], metrics["requests"]["waiting"], slots, allocated,
         parked_bytes(places.keeper.store),
         {tier: tiers[tier] for tier in ("host", "disk")},
