@@ -45,6 +45,7 @@ def calibrate(
     from dspark_hf.evaluation import calibrate_drafter
     from dspark_hf.evaluation.calibrate import TEMPERATURES
     from dspark_hf.evaluation.prompts import calibration_prompts, read_prompts
+    from dspark_hf.training.finish import write_card
 
     console = Console(highlight=False)
     if out is None and not Path(drafter).is_dir():
@@ -68,6 +69,8 @@ def calibrate(
     path.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
     console.print(calibration_table(found))
     console.print(f"Written to {path}; drafters loaded from its folder use it.", soft_wrap=True)
+    if path.name == CALIBRATION and write_card(path.parent):
+        console.print("Its model card tells of it.")
 
 
 def calibration_table(found: Calibration) -> Table:

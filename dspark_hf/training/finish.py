@@ -104,15 +104,30 @@ def finish(
         "earlier": earlier_runs(settings.from_drafter),
     }
     _write(folder / TRAINING_FILE, facts)
-    calibration = folder / CALIBRATION
+    write_card(folder)
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return Finished(folder, float(log[-1]["expected_length_sampled"]), num_bytes)
+
+
+def write_card(folder: Path) -> bool:
+    """Write a drafter's model card anew from the files beside it.
+
+    Args:
+        folder: Of a drafter.
+
+    Returns:
+        bool: False, and nothing is written, where a run has left no facts or log.
+    """
+    facts, log, calibration = folder / TRAINING_FILE, folder / LOG_FILE, folder / CALIBRATION
+    if not facts.is_file() or not log.is_file():
+        return False
     card = render_card(
-        facts,
-        log,
+        json.loads(facts.read_text(encoding="utf-8")),
+        log_lines(folder),
         json.loads(calibration.read_text(encoding="utf-8")) if calibration.is_file() else None,
     )
     (folder / CARD_FILE).write_text(card, encoding="utf-8")
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return Finished(folder, float(log[-1]["expected_length_sampled"]), num_bytes)
+    return True
 
 
 def _save(result: RunResult, inputs: RunInputs, layout: str, folder: Path) -> None:

@@ -20,6 +20,7 @@ from dspark_hf import DSparkForCausalLM
 from dspark_hf.cli.app import app
 from dspark_hf.drafting.checkpoints.load import load_checkpoint
 from dspark_hf.training.data import Text
+from dspark_hf.training.finish import write_card
 from training_files import byte_llama, save_target, text_file, write_jsonl
 
 HERE = Path(__file__).parents[1]
@@ -43,6 +44,20 @@ def prompts(tmp_path_factory):
     """Prompts to calibrate on, few and short."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     return str(write_jsonl(path, [{"prompt": text} for text in ("abc", "once", "two", "three")]))
+
+
+def check_card_follows_calibration(folder):
+    """Calibrated anew, a drafter gets a card that tells of it; without a log there is no card."""
+    path = folder / "calibration.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "num_prompts": 12345}))
+    assert write_card(folder)
+    assert "rounds of 12345 prompts" in (folder / "README.md").read_text()
+    path.write_text(json.dumps(values))
+    assert write_card(folder)
+    (folder / "train_log.jsonl").rename(folder / "log")
+    assert not write_card(folder)
+    (folder / "log").rename(folder / "train_log.jsonl")
 
 
 def invoke(*args, exit_code=0):
@@ -72,6 +87,8 @@ def test_from_nothing_but_a_target_to_a_drafter_with_its_card(target, prompts, t
     assert len(checkpoint.d2t) == 120
     assert all(tensor.dtype == torch.bfloat16 for tensor in checkpoint.tensors.values())
     assert len(checkpoint.calibration["sampled"]["temperatures"]) == 4
+    check_card(folder, command)
+    check_card_follows_calibration(folder)
     check_card(folder, command)
     check_decoding(target, folder)
     before = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
