@@ -207,6 +207,17 @@ def test_a_budget_that_buys_nothing_drafts_now_and_then_and_comes_back() -> None
     assert asked(0.99, 200)[-1] >= 7
 
 
+@pytest.mark.parametrize(("draft_s", "pays"), [(0.0, True), (0.1, True), (0.6, False)])
+def test_a_budget_weighs_drafting_as_well(draft_s: float, pays: bool) -> None:
+    run = Simulation(
+        named("budget"), lambda width: 1 + 0.05 * (width - 1), draft_s=lambda _: draft_s,
+        states=lambda _: 0.35,
+    )  # fmt: skip
+    run.run(400)
+    assert (run.share_verifying(200) > 0.9) == pays
+    assert run.speed_up > (1.05 if pays else 0.9)
+
+
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.3 * (width - 2), num_rows=2))
     drafts = [Draft(3, 0, (0.9, 0.9, 0.1)), Draft(3, 0, (0.2, 0.2, 0.2))]

@@ -44,7 +44,7 @@ def build_schedule(
     if config.schedule == "prefix":
         return PrefixSchedule(most, costs)
     if config.schedule == "budget":
-        return BudgetSchedule(most, costs)
+        return BudgetSchedule(most, costs, block_size, draft_cost_grows=draft_cost_grows)
     return CostAwareSchedule(
         most,
         costs,

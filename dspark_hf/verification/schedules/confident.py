@@ -11,6 +11,7 @@ from collections import deque
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
+from dspark_hf.verification.costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Probes
 from dspark_hf.verification.schedules.selection import best_lengths, frontier
 from dspark_hf.verification.survival import SurvivalEstimates
@@ -146,15 +147,30 @@ class BudgetSchedule(_ConfidenceSchedule):
     them earlier; a row that has not drafted twice counts as drafts of its signal usually went. Rows
     may join and leave at any time. The current survivals only rank (`selection.frontier`). No more
     tokens are asked for than lately were verified of the longest draft, and one more; while nothing
-    is verified, that is asked for now and then only.
+    is verified, or not enough to pay for the drafting too, that is asked for now and then only.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
     """
 
-    def __init__(self, max_tokens: int, costs: StepCosts) -> None:
-        """Start from priors; see `_ConfidenceSchedule`."""
+    def __init__(
+        self,
+        max_tokens: int,
+        costs: StepCosts,
+        block_size: int | None = None,
+        *,
+        draft_cost_grows: bool = False,
+    ) -> None:
+        """Start from priors.
+
+        Args:
+            max_tokens: Most draft tokens per row and round.
+            costs: Measured step costs, shared by calls of one model.
+            block_size: Of a drafter that computes a whole block for any length.
+            draft_cost_grows: Whether a longer part of a block costs it more.
+        """
         super().__init__(max_tokens, costs)
+        self.draft_costs = DraftCosts(block_size, grows=draft_cost_grows)
         self._past: dict[int, deque[list[float]]] = {}
         self._longest: deque[int] = deque(maxlen=RECENT_ROUNDS)
         self._rounds = 0
@@ -176,7 +192,8 @@ class BudgetSchedule(_ConfidenceSchedule):
             self._older(row.row_id, draft, survival)
             for row, draft, survival in zip(rows, drafts, survivals, strict=True)
         ]
-        budget = sum(best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n)))
+        planned = best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n))
+        budget = sum(planned)
         lengths = [0] * len(rows)
         for r, _ in islice(frontier(survivals), budget):
             lengths[r] += 1
@@ -188,13 +205,28 @@ class BudgetSchedule(_ConfidenceSchedule):
                 past.append(survival)
         lengths = self.probes.added(drafts, lengths)
         if any(draft.num_tokens for draft in drafts):
-            self._longest.append(max(lengths))
+            self._longest.append(max(lengths) if self._pays(rows, older, planned) else 0)
         return lengths
+
+    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+        """Remember what a draft of this length took."""
+        self.draft_costs.observe(num_tokens, seconds)
 
     def free(self, row_id: int) -> None:
         """Forget a row."""
         super().free(row_id)
         self._past.pop(row_id, None)
+
+    def _pays(
+        self, rows: Sequence[RowState], older: Sequence[list[float]], planned: Sequence[int]
+    ) -> bool:
+        """Tell whether a plan outweighs drafting it: a round that is drafted has paid already."""
+        tokens = len(rows) + sum(
+            sum(row[:length]) for row, length in zip(older, planned, strict=True)
+        )
+        drafted = self.draft_costs.predict(max(planned) + SPARE_TOKENS)
+        seconds = tokens / self._rate(rows, tokens, sum(planned)) + drafted
+        return tokens / seconds > self._rate(rows, len(rows), 0)
 
     def _older(self, row_id: int, draft: Draft, survival: list[float]) -> list[float]:
         """Return what the row's draft looks like from older rounds."""
