@@ -21,6 +21,7 @@ from dspark_hf.attention.policy import PRESETS
 from dspark_hf.attention.sparse import SparseReading, SparseRow, SparseStats, attend_pages
 from dspark_hf.benchmarks import contenders as who
 from dspark_hf.benchmarks.bench import Bench, SectionResult
+from dspark_hf.benchmarks.self_sparse import self_sparse_run
 from dspark_hf.benchmarks.settings import CONTEXTS as SHORT_CONTEXTS
 from dspark_hf.benchmarks.stats import spread
 from dspark_hf.benchmarks.timing import rotated, timed
@@ -88,7 +89,8 @@ def sparse_section(bench: Bench) -> SectionResult:
         measure = _layer_ways if case.level == "layer" else _model_ways
         steps += _timed_case(bench, case, measure(bench, wrapped, text, case))
         gc.collect()
-    return SectionResult([], {}, extra={"steps": steps}, adds_all=False)
+    drafted = [self_sparse_run(bench, wrapped, context) for context in contexts[1::2]]
+    return SectionResult([], {}, extra={"steps": steps, "self_sparse": drafted}, adds_all=False)
 
 
 def _timed_case(

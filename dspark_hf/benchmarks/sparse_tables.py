@@ -29,7 +29,28 @@ def sparse_tables(run: Mapping[str, Any], note: str) -> dict[str, Table]:
     for level, name in (("model", "sparse"), ("layer", "sparse-layer")):
         rows = [_row(entry) for entry in run["extra"]["steps"] if entry["level"] == level]
         tables[name] = Table(f"{name}, {run['dtype']}", header, rows, note)
+    tables["self-sparse"] = _self_sparse(run, note)
     return tables
+
+
+def _self_sparse(run: Mapping[str, Any], note: str) -> Table:
+    header = [
+        "context", "keys and values", "accepted length", "ms/token, dense", "ms/token, drafted",
+        "speed", "tokens alike",
+    ]  # fmt: skip
+    rows = [
+        [
+            f"{entry['context']:,}",
+            "a text's, repeated" if entry["is_repeated"] else "a text's",
+            number(entry["accepted_length"], 2),
+            number(1000 * entry["dense_s"], 1),
+            number(1000 * entry["drafted_s"], 1),
+            f"{entry['dense_s'] / entry['drafted_s']:.2f}x",
+            f"{entry['same_tokens']}/{entry['tokens']}",
+        ]
+        for entry in run["extra"]["self_sparse"]
+    ]
+    return Table(f"self-sparse, {run['dtype']}", header, rows, note)
 
 
 def _row(entry: Mapping[str, Any]) -> list[str]:

@@ -88,3 +88,13 @@ def test_table_and_plot_show_them(results: dict[str, Any], output: Path, tmp_pat
     result = CliRunner().invoke(app, ["bench", "plot", str(output), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sparse-float32.png").stat().st_size > 10_000
+
+
+def test_self_sparse_drafts_say_what_dense_steps_say(results: dict[str, Any]) -> None:
+    (entry,) = results["runs"]["sparse-float32"]["extra"]["self_sparse"]
+    assert entry["context"] == 256
+    assert entry["same_tokens"] == entry["tokens"] > 0
+    assert 1 <= entry["accepted_length"] <= 1 + entry["drafted"]
+    assert min(entry["dense_s"], entry["drafted_s"]) > 0
+    (table,) = all_tables(results)["self-sparse"]
+    assert table.rows[0][0] == "256"
