@@ -38,6 +38,8 @@ LONG, SHORT = 128, 8
 """New tokens of long and of short requests where they compete."""
 COMPETING = 8
 """Requests of each kind."""
+LEAST_TURNS = 3
+"""Times at least that orders are compared, and single requests with generate()."""
 PLACES = 4
 """Rows decoded together where requests compete."""
 BEGINNING = 2048
@@ -169,24 +171,26 @@ def _order(bench: Bench, wrapped: Any) -> list[dict[str, Any]]:
     most = bench.settings.max_new_tokens
     long = [Work(work.ids, min(LONG, most)) for work in works[:COMPETING]]
     short = [Work(work.ids, min(SHORT, most)) for work in works[COMPETING:]]
-    entries = []
-    for order in ("fifo", "shortest"):
-        settings = QueueConfig(max_rows=PLACES, order=order)
-        times: list[list[float]] = []
-        for _ in range(bench.settings.repeats):
-            with GenerationQueue(wrapped, config=settings) as queue:
+    orders = {name: QueueConfig(max_rows=PLACES, order=name) for name in ("fifo", "shortest")}
+    times: dict[str, list[list[float]]] = {name: [] for name in orders}
+    for turn in range(-1, max(bench.settings.repeats, LEAST_TURNS)):
+        for name in rotated(list(orders), turn):
+            with GenerationQueue(wrapped, config=orders[name]) as queue:
                 handles = [_submit(queue, work) for work in [*long, *short]]
-                times.append([handle.result().stats.ended or 0.0 for handle in handles])
-        entries.append(
-            {
-                "order": order,
-                "patience_s": settings.patience_s,
-                "mean_s": median(sum(run) / len(run) for run in times),
-                "short_mean_s": median(sum(run[COMPETING:]) / COMPETING for run in times),
-                "longest_s": median(max(run) for run in times),
-            }
-        )
-    return entries
+                ended = [handle.result().stats.ended or 0.0 for handle in handles]
+            # The first turn warms up.
+            if turn >= 0:
+                times[name].append(ended)
+    return [
+        {
+            "order": name,
+            "patience_s": orders[name].patience_s,
+            "mean_s": median(sum(run) / len(run) for run in runs),
+            "short_mean_s": median(sum(run[COMPETING:]) / COMPETING for run in runs),
+            "longest_s": median(max(run) for run in runs),
+        }
+        for name, runs in times.items()
+    ]
 
 
 def _first_token(bench: Bench, wrapped: Any) -> list[dict[str, Any]]:
@@ -256,7 +260,7 @@ def _overhead(bench: Bench, wrapped: Any) -> dict[str, Any]:
     ratios = []
     try:
         with GenerationQueue(wrapped, config=QueueConfig(prefix_cache=False)) as queue:
-            for repeat in range(bench.settings.repeats + 1):
+            for repeat in range(max(bench.settings.repeats, LEAST_TURNS) + 1):
                 for work in works:
                     ways = [
                         lambda w=work: _alone(wrapped, w),

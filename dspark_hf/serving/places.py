@@ -234,7 +234,9 @@ class Places:
             (r for r in self.running if r.error is None),
             key=lambda r: self.order.key(r.ticket(self.lengths), now, self.size.token_s),
         )
-        starting = [row for r in requests for row in r.active_rows if not is_fed(row)]
+        unfed = [(r, row) for r in requests for row in r.active_rows if not is_fed(row)]
+        # A step that feeds a request is not made longer for others of lower priority.
+        starting = [row for r, row in unfed if r.priority >= unfed[0][0].priority]
         return decoding, self._parts(starting, most)
 
     def _parts(self, starting: list[Row], most: int | None) -> list[tuple[Row, int | None]]:

@@ -94,6 +94,25 @@ def test_cancelling_in_a_shared_prefill_takes_the_row_out_of_it(model: Any) -> N
         assert_same(results[place], alone[place])
 
 
+def test_a_step_that_feeds_a_request_is_not_made_longer_by_lower_ones(model: Any) -> None:
+    asked = [greedy(PROMPTS[0], 30), greedy(prompt(50, seed=8), 2), greedy(prompt(9, seed=9), 2)]
+    alone = [one.alone(model) for one in asked]
+    with stepped(model, prefill_tokens=40) as queue:
+        first = queue.submit(asked[0])
+        queue.until(lambda: bool(first.pieces))
+        queue.submit(asked[1])
+        queue.submit(asked[2], priority=1)
+        most = FIXED.max_draft_tokens + 1
+        # Nine prompt tokens beside one row that decodes; then a part of the lower prompt.
+        for fed, decoding in ((9, 1), (40, 2)):
+            with counted_forwards(model) as seen:
+                queue.step()
+            assert fed < sum(seen) <= fed + decoding * most
+        results = queue.finish()
+    for result, expected in zip(results, alone, strict=True):
+        assert_same(result, expected)
+
+
 def test_a_parked_request_can_be_cancelled(model: Any) -> None:
     with stepped(model, max_rows=1) as queue:
         first = queue.submit(greedy(PROMPTS[0], LONG))
