@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,13 +12,18 @@ import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.attention.policy import StepSignals
-from dspark_hf.attention.predictors import MAX_JOINED, page_weights
+from dspark_hf.attention.predictors import page_weights
 
 if TYPE_CHECKING:
     from dspark_hf.attention.policy import SparsePolicy
 
 LEAST, TINY = -1e30, 1e-30
 """Stand for the largest logit and the sum of nothing where they are subtracted and divided by."""
+NOWHERE = 1 << 40
+"""Page behind every token, for padding."""
+MOST_PADDING = 2.0
+"""Pages gathered for each that is read, up to which heads are attended together: few calls of
+larger products are quicker than many of small ones."""
 
 
 @dataclass
@@ -277,77 +283,64 @@ class _Reader:
         Returns:
             tuple: Output (Hkv, R, Dv) and log-sum-exp (Hkv, R), both float32.
         """
-        num_kv, rows, dim = self.packed.shape
+        num_kv = self.packed.shape[0]
         chosen = chosen.sort().values
         head, page = chosen // num_pages, chosen % num_pages
         index = (self.slot * num_kv + head) * (self.keys.shape[2] // PAGE) + page
-        keys, values = gather_pages(self.keys, index), gather_pages(self.values, index)
-        if 4 * num_kv * rows * len(keys) * dim <= MAX_JOINED:
-            return self._joined(head, page, keys, values)
-        return self._by_head(head, page, keys, values)
+        counts = torch.bincount(head, minlength=num_kv)
+        if num_kv * int(counts.max()) <= MOST_PADDING * len(chosen):
+            return self.attend_padded(head, page, index, counts)
+        return self.attend_by_head(head, page, index, counts)
 
-    def _joined(
-        self, head: torch.Tensor, page: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    def attend_padded(
+        self, head: torch.Tensor, page: torch.Tensor, index: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend with all heads at once, and hide from each the pages of the others."""
-        num_kv, rows, _ = self.packed.shape
-        logits = self._products(self.packed.flatten(0, 1), keys).unflatten(1, (-1, PAGE))
-        own = torch.arange(num_kv, device=head.device).repeat_interleave(rows)
-        hidden = self._hidden(page).unflatten(1, (-1, PAGE)).repeat(num_kv, 1, 1)
-        logits.masked_fill_(hidden.logical_or_((own[:, None] != head)[..., None]), float("-inf"))
+        """Attend with all heads at once, each padded to the pages of the widest."""
+        num_kv, _, dim = self.packed.shape
+        place = torch.arange(len(head), device=head.device) - (counts.cumsum(0) - counts)[head]
+        shape = (num_kv, int(counts.max()))
+        places = index.new_zeros(shape).index_put_((head, place), index).flatten()
+        pages = page.new_full(shape, NOWHERE).index_put_((head, place), page)
+        keys = gather_pages(self.keys, places).view(num_kv, -1, dim)
+        values = gather_pages(self.values, places).view(num_kv, -1, self.values.shape[3])
+        logits = torch.bmm(self.packed, keys.transpose(1, 2)).float().mul_(self.scale)
+        hidden = self._hidden(pages)[:, None]
+        logits.view(num_kv, -1, *hidden.shape[2:]).masked_fill_(hidden, float("-inf"))
         # A head none of whose pages is read has -inf only, and no output.
-        top = logits.amax(dim=(1, 2)).clamp_min(LEAST)
-        shares = torch.exp_(logits.sub_(top[:, None, None]))
+        top = logits.amax(dim=-1).clamp_min(LEAST)
+        shares = torch.exp_(logits.sub_(top[..., None]))
         if self.masses is not None:
-            found = (
-                shares[:: self.num_queries].sum(dim=2).log_().add_(top[:: self.num_queries, None])
-            )
-            places = torch.arange(len(page), device=page.device)
-            self.masses[head, :, page] = found.unflatten(0, (num_kv, -1))[head, :, places]
-        shares = shares.flatten(1)
-        sums = shares.sum(dim=1)
-        out = torch.mm(shares.to(values.dtype), values).float()
-        out = out.div_(sums.clamp_min(TINY)[:, None]).view(num_kv, rows, -1)
-        return out, (top + sums.log()).view(num_kv, rows)
+            first = shares[:, :: self.num_queries].unflatten(2, (-1, PAGE)).sum(dim=-1)
+            first = first.log_().add_(top[:, :: self.num_queries, None])
+            self.masses[head, :, page] = first[head, :, place]
+        sums = shares.sum(dim=-1)
+        out = torch.bmm(shares.to(values.dtype), values).float()
+        return out.div_(sums.clamp_min(TINY)[..., None]), top + sums.log()
 
-    def _by_head(
-        self, head: torch.Tensor, page: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    def attend_by_head(
+        self, head: torch.Tensor, page: torch.Tensor, index: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend head by head."""
+        """Attend head by head, where one reads so many pages that padding others costs more."""
         num_kv, rows, _ = self.packed.shape
-        out = self.packed.new_zeros(num_kv, rows, values.shape[-1], dtype=torch.float32)
+        out = self.packed.new_zeros(num_kv, rows, self.values.shape[3], dtype=torch.float32)
         total = out.new_full((num_kv, rows), float("-inf"))
-        begin = 0
-        for h, count in enumerate(torch.bincount(head, minlength=num_kv).tolist()):
+        for h, count in enumerate(counts.tolist()):
             if count:
-                span = slice(begin * PAGE, (begin + count) * PAGE)
-                pages = page[begin : begin + count]
-                logits = self._products(self.packed[h], keys[span])
-                # Only pages that hold newest tokens need a mask, and pages are in order.
-                tail = pages[pages >= self.past // PAGE]
-                if len(tail):
-                    hidden = self._hidden(tail)
-                    logits[:, -hidden.shape[1] :].masked_fill_(hidden, float("-inf"))
-                total[h] = logits.logsumexp(dim=-1)
-                if self.masses is not None:
-                    first = logits[:: self.num_queries].unflatten(1, (-1, PAGE))
-                    self.masses[h, :, pages] = first.logsumexp(dim=-1)
-                weights = torch.exp(logits - total[h][:, None]).to(values.dtype)
-                out[h] = torch.mm(weights, values[span]).float()
-            begin += count
+                own = head == h
+                alone = dataclasses.replace(
+                    self,
+                    packed=self.packed[h : h + 1],
+                    masses=None if self.masses is None else self.masses[h : h + 1],
+                )
+                found = alone.attend_padded(head[own] - h, page[own], index[own], counts[h : h + 1])
+                out[h], total[h] = found[0][0], found[1][0]
         return out, total
 
-    def _products(self, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return logits (R, tokens), as if every token came before every query."""
-        if query.dtype == torch.float32:
-            return torch.mm(keys, query.T).T.mul(self.scale).contiguous()
-        return torch.mm(query, keys.T).float() * self.scale
-
     def _hidden(self, pages: torch.Tensor) -> torch.Tensor:
-        """Tell which tokens (R, tokens of pages) lie behind a query or the row's end."""
-        place = (pages[:, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten()
+        """Tell which tokens of pages (..., P) lie behind each new token; (..., T, P x 16)."""
+        place = pages[..., None] * PAGE + torch.arange(PAGE, device=pages.device)
         newest = self.past + torch.arange(self.num_queries, device=pages.device)
-        return (place > newest[:, None]).repeat(self.packed.shape[1] // self.num_queries, 1)
+        return place.flatten(-2)[..., None, :] > newest[:, None]
 
 
 def gather_pages(cached: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

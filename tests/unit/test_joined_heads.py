@@ -1,4 +1,4 @@
-"""Products over all heads at once against those head by head: small steps take the first way."""
+"""Products over all heads at once against those head by head."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_heads_joined_attend_as_head_by_head(
     policy = SparsePolicy(tokens=8 * PAGE, mass=mass)
     found: list[Any] = []
     for most in (1e12, 0):
-        monkeypatch.setattr(sparse, "MAX_JOINED", most)
+        monkeypatch.setattr(sparse, "MOST_PADDING", most)
         found.append(attended(policy, new_tokens, past, torch.float32))
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-6, rtol=1e-5)
     assert found[0][1] == found[1][1]
@@ -47,7 +47,7 @@ def test_heads_joined_attend_as_head_by_head(
 def test_sixteen_bits_agree_to_their_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (1e12, 0):
-        monkeypatch.setattr(sparse, "MAX_JOINED", most)
+        monkeypatch.setattr(sparse, "MOST_PADDING", most)
         found.append(attended(SparsePolicy(tokens=8 * PAGE), 1, 700, torch.bfloat16)[0])
     torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=2e-2)
 
@@ -61,7 +61,7 @@ def test_a_head_that_reads_nothing_in_a_part_adds_nothing(
     chosen = torch.tensor([0, 3, 7])
     outs = []
     for most in (1e12, 0):
-        monkeypatch.setattr(sparse, "MAX_JOINED", most)
+        monkeypatch.setattr(sparse, "MOST_PADDING", most)
         outs.append(reader.read(chosen, 8))
     for out, total in outs:
         assert not out[1].any()
