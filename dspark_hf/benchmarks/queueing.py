@@ -23,6 +23,7 @@ from dspark_hf.benchmarks.timing import rotated, timed
 from dspark_hf.config import DSparkConfig
 from dspark_hf.losslessness import end_ids
 from dspark_hf.queue_settings import QueueConfig
+from dspark_hf.serving.memory import free_bytes
 from dspark_hf.serving.queue import GenerationQueue
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ BEGINNING = 2048
 """Tokens that prompts have in common, or that interrupt others."""
 CONTINUOUS_PAGE, CONTINUOUS_STEP = 256, 512
 """Tokens of a page and of a step of Transformers' continuous batching."""
+DEFAULTS_TAKE = 18e9
+"""Free bytes from which its defaults are tried too: they take most of the memory for a cache."""
 INTERACTIVE = 24
 """Requests whose first token is timed under load."""
 
@@ -116,12 +119,14 @@ def _throughput(bench: Bench, plain: Any, wrapped: Any, mix: str) -> list[dict[s
             f"hf static batches of {size}": partial(_static, bench, plain, works, size)
             for size in STATIC_BATCHES
         },
-        "hf continuous batching": lambda: _continuous(plain, works),
+        "hf continuous batching": lambda: _continuous(plain, works, _room(works)),
         "dspark queue": lambda: _queued(wrapped, works, QueueConfig(max_rows=REQUESTS)),
         "dspark queue, no drafter": lambda: _queued(
             undrafted, works, QueueConfig(max_rows=REQUESTS)
         ),
     }
+    if free_bytes(plain.device) >= DEFAULTS_TAKE:
+        ways["hf continuous batching, its defaults"] = lambda: _continuous(plain, works, None)
     excluded: dict[str, str] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     texts: dict[str, list[list[int]]] = {}
@@ -304,17 +309,22 @@ def _static(bench: Bench, model: Any, works: Sequence[Work], size: int) -> list[
     return texts
 
 
-def _continuous(model: Any, works: Sequence[Work]) -> list[list[int]]:
+def _room(works: Sequence[Work]) -> ContinuousBatchingConfig:
+    """Return settings of Transformers' own continuous batching that suit some requests."""
+    pages = sum(-(-(len(w.ids) + w.limit) // CONTINUOUS_PAGE) for w in works)
+    return ContinuousBatchingConfig(
+        page_size=CONTINUOUS_PAGE, num_blocks=2 * pages, max_batch_tokens=CONTINUOUS_STEP
+    )
+
+
+def _continuous(
+    model: Any, works: Sequence[Work], room: ContinuousBatchingConfig | None
+) -> list[list[int]]:
     """Use Transformers' own continuous batching, each request with its limit."""
     config = GenerationConfig(
         do_sample=False,
         eos_token_id=model.generation_config.eos_token_id,
         pad_token_id=model.generation_config.pad_token_id,
-    )
-    # By default it would take most of the machine's memory for its cache.
-    pages = sum(-(-(len(w.ids) + w.limit) // CONTINUOUS_PAGE) for w in works)
-    room = ContinuousBatchingConfig(
-        page_size=CONTINUOUS_PAGE, num_blocks=2 * pages, max_batch_tokens=CONTINUOUS_STEP
     )
     manager = model.init_continuous_batching(
         generation_config=config, continuous_batching_config=room

@@ -26,6 +26,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     patch.setattr(queueing, "INTERACTIVE", 3)
     patch.setattr(queueing, "COMPETING", 3)
+    # With its defaults it would take what other tests need.
+    patch.setattr(queueing, "DEFAULTS_TAKE", float("inf"))
     try:
         result = CliRunner().invoke(app, list(map(str, arguments)))
     finally:
