@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dspark_hf.serving.store import KvStore
 
@@ -58,6 +60,24 @@ def test_with_disk_it_moves_there_and_comes_back(tmp_path: Path) -> None:
     assert store.disk.hits >= 4
     assert store.host.num_bytes <= 2 * ENTRY
     assert store.disk.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_files_are_those_of_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"keys0": torch.randn(2, 5, 8).to(dtype), "values0": torch.randn(2, 5, 8).to(dtype)}
+    KvStore(1, tmp_path, 100 * ENTRY).put("a", tensors)
+    (path,) = tmp_path.iterdir()
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.dtype == dtype
+
+
+def test_files_of_many_sizes_leave_no_types_behind(tmp_path: Path) -> None:
+    store, before = KvStore(1, tmp_path, 10**6), len(ctypes._pointer_type_cache)
+    for length in range(1, 60):
+        store.put("row", {"keys0": torch.zeros(1, length, 7)}, pinned=True)
+        assert store.disk.entries == 1
+    assert len(ctypes._pointer_type_cache) == before
 
 
 def test_the_disk_has_an_end_too(tmp_path: Path) -> None:
