@@ -36,7 +36,7 @@ def measure_crossover(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Time one layer's attention both ways over random keys.
+    """Time one layer's attention both ways over random keys; by mass, with all that may be read.
 
     Args:
         policy: What would be read.
@@ -55,10 +55,8 @@ def measure_crossover(
     generator = torch.Generator().manual_seed(0)
     least = 2 * policy.tokens
     found = 2 * LENGTHS[-1]
-    timed = policy
-    if policy.mass is not None:
-        # Steps that read more differ by text: taken for granted is that each does so once.
-        timed = policy.replace(mass=1.0, most_tokens=min(2 * policy.tokens, policy.ceiling))
+    # How often steps read more differs by text: no text shall be read more slowly than densely.
+    timed = policy if policy.mass is None else policy.replace(mass=1.0)
     query = torch.randn(num_heads, 1, dim, generator=generator).to(device, dtype)
     for length in reversed([n for n in LENGTHS if n >= least]):
         shape = (COPIES, num_kv, length + PAGE - length % PAGE, dim)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_hf.attention import sparse
+from dspark_hf.attention import crossover, sparse
 from dspark_hf.attention.pages import PAGE, PageSummaries
 from dspark_hf.attention.policy import SparsePolicy
 from dspark_hf.attention.predictors import page_weights
@@ -98,3 +98,24 @@ def test_steps_that_miss_little_read_no_more(monkeypatch: pytest.MonkeyPatch) ->
         )  # fmt: skip
         reads[missed] = (row.stats.extensions, row.stats.mean_pages)
     assert reads == {0.01: (0, 6), 0.5: (3, 24)}
+
+
+def test_the_crossover_of_a_policy_by_mass_is_that_of_reading_the_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[SparseRow] = []
+    attend = crossover.attend_pages
+
+    def spy(*args: Any, **kwargs: Any) -> torch.Tensor:
+        rows.append(args[4])
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(crossover, "attend_pages", spy)
+    monkeypatch.setattr(crossover, "LENGTHS", (1024,))
+    monkeypatch.setattr(crossover, "REPEATS", 1)
+    policy = SparsePolicy(tokens=6 * PAGE, mass=0.5)
+    crossover.measure_crossover(
+        policy, num_heads=4, num_kv=2, dim=8, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert rows
+    assert {row.stats.mean_pages for row in rows} == {policy.ceiling // PAGE}
