@@ -88,7 +88,7 @@ class Engine:
         """
         with self.changed:
             self.require_open()
-            while len(self.places.waiting) >= self.settings.max_pending:
+            while not self.has_room:
                 # The thread that makes room cannot wait for it: a streamer submits, say.
                 if not blocks or threading.current_thread() is self._thread:
                     return False
@@ -97,6 +97,11 @@ class Engine:
             self.places.waiting.append(request)
             self.changed.notify_all()
         return True
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may wait."""
+        return len(self.places.waiting) < self.settings.max_pending
 
     @property
     def is_open(self) -> bool:

@@ -275,6 +275,9 @@ class GenerationQueue:
         on_token: OnToken | None = None,
     ) -> RequestHandle:
         self._engine.require_open()
+        if not blocks and not self._engine.has_room:
+            # Preparing takes time from those that are decoded: not for one that is refused.
+            raise self._refusal()
         handle = RequestHandle(self._engine.cancel, self._engine.metrics.end)
         prepared = prepare(self.model, self.tokenizer, inputs, kwargs, committed)
         handle.stats.num_prompt_tokens = prepared.num_prompt_tokens
@@ -287,12 +290,16 @@ class GenerationQueue:
                 known = committed[row.place] if row.place < len(committed) else ()
                 follow(row, known, on_token)
         if not self._engine.put(request, blocks=blocks):
-            self._engine.metrics.refuse()
-            raise QueueFullError(
-                f"max_pending requests, {self.config.max_pending}, wait already. Submit later, or "
-                'set when_full="block".'
-            )
+            raise self._refusal()
         return handle
+
+    def _refusal(self) -> QueueFullError:
+        """Count a request that finds no room, and return what to raise."""
+        self._engine.metrics.refuse()
+        return QueueFullError(
+            f"max_pending requests, {self.config.max_pending}, wait already. Submit later, or "
+            'set when_full="block".'
+        )
 
 
 def check_order(priority: Any, deadline_s: Any) -> None:

@@ -264,12 +264,18 @@ def test_pieces_of_text_join_to_it_where_tokens_depend_on_those_before() -> None
         assert all(given)
 
 
-def test_a_full_queue_refuses_or_waits(model: Any) -> None:
+def test_a_full_queue_refuses_or_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any) -> None:
+        raise AssertionError("what is refused was prepared, in the time of those that are decoded")
+
     with stepped(model, max_rows=1, max_pending=2) as queue:
         for ids in PROMPTS[:2]:
             queue.submit(greedy(ids, 3))
-        with pytest.raises(QueueFullError, match="max_pending requests, 2, wait already"):
-            queue.submit(greedy(PROMPTS[2], 3))
+        with monkeypatch.context() as patch:
+            patch.setattr("dspark_hf.serving.queue.prepare", prepare)
+            with pytest.raises(QueueFullError, match="max_pending requests, 2, wait already"):
+                queue.submit(greedy(PROMPTS[2], 3))
+        assert queue.queue.metrics()["ended"]["refused"] == 1
         queue.step()
         queue.submit(greedy(PROMPTS[2], 3))
         assert len(queue.finish()) == 3
