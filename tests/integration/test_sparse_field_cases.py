@@ -253,8 +253,9 @@ def test_drift_is_that_of_the_steps_generate_takes() -> None:
     ids, scored, policy = tiny.prompt(150, seed=7), 20, LEAST.replace(tokens=64)
     tokenizer: Callable[..., Any] = lambda text, **_: {"input_ids": ids}  # noqa: E731 - a stand-in
     report = perplexity_drift(
-        model, tokenizer, "text", policy, context=150, scored=scored, scored_per_window=scored
-    )
+        model, tokenizer, "text", policy,
+        context=150, scored=scored, scored_per_window=scored, bos="none",
+    )  # fmt: skip
     first = len(ids) - scored - 1
     with wrapped(model, drafter=None), model.dspark.sparse_attention(policy) as stats:
         out = generate(
