@@ -319,6 +319,10 @@ class Client(threading.Thread):
             self.queue.submit(inputs, **{"max_new_tokens": 4, "do_sample": False, **options})
         except kind:
             self.tally.outcomes.note(AT_SUBMIT)
+        except QueueFullError:
+            # What there is no room for is not looked at.
+            self.tally.outcomes.note(REFUSED)
+            time.sleep(FULL_S)
         else:
             self.tally.complain(OTHERWISE, f"{inputs} with {options} was not refused")
 

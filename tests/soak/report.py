@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -75,7 +74,7 @@ def record(soak: Soak, command: str) -> dict[str, Any]:
         soak: That has ended.
         command: How it was started.
     """
-    growth, slope, warm = growth_bytes(soak), slope_per_hour(soak.warm), soak.warm
+    growth, warm = growth_bytes(soak), soak.warm
     return {
         "machine": environment.machine(),
         "model": environment.describe_model(soak.subject.plain, soak.subject.name),
@@ -93,7 +92,8 @@ def record(soak: Soak, command: str) -> dict[str, Any]:
             "warm_bytes": warm[0].rss_bytes if warm else None,
             "end_bytes": warm[-1].rss_bytes if warm else None,
             "growth_bytes": growth,
-            "slope_bytes_per_hour": slope,
+            "slope_bytes_per_hour": slope_per_hour(warm),
+            "second_half_bytes_per_hour": slope_per_hour(soak.second_half),
         },
         "before": asdict(soak.before),
         "after": None if soak.after is None else asdict(soak.after),
@@ -133,7 +133,9 @@ def _table(samples: Sequence[Mapping[str, Any]]) -> Table:
     chosen = list(samples[::step])
     if samples and chosen[-1] is not samples[-1]:
         chosen.append(samples[-1])
-    table = Table(title="The queue over time; KiB in memory + on disk", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="The queue over time; KiB in memory + on disk", box=None, padding=(0, 1, 0, 0)
+    )
     names = ("min", "MiB", "CPU s", "done", "rows", "wait", "slots", "parked", "kept", "files",
              "thr", "fds")  # fmt: skip
     for name in names:
@@ -162,13 +164,15 @@ def line(sample: Sample) -> str:
 def sentence(result: Mapping[str, Any]) -> str:
     """Return what documents quote of a record."""
     memory, requests = result["memory"], result["requests"]
-    slope = memory["slope_bytes_per_hour"]
-    grown = (
-        "memory was not watched for long enough"
-        if slope is None
-        else f"memory {memory['warm_bytes'] / MIB:.0f} MiB after the warm-up and "
-        f"{memory['end_bytes'] / MIB:.0f} MiB at the end ({slope / MIB:+.1f} MiB per hour)"
-    )
+    slopes = [memory["slope_bytes_per_hour"], memory["second_half_bytes_per_hour"]]
+    grown = "memory was not watched for long enough"
+    if None not in slopes:
+        slope, late = (f"{slope / MIB:+.1f}" for slope in slopes)
+        grown = (
+            f"memory {memory['warm_bytes'] / MIB:.0f} MiB after the warm-up and "
+            f"{memory['end_bytes'] / MIB:.0f} MiB at the end, by least squares {slope} MiB per "
+            f"hour and {late} in the second half"
+        )
     faults = sum(result["faults"].values())
     wrong = sum(result["wrong"].values())
     return (

@@ -84,6 +84,11 @@ class Soak:
         """Samples after the warm-up."""
         return [one for one in self.samples if one.minute >= WARM_UP * self.settings.minutes]
 
+    @property
+    def second_half(self) -> list[Sample]:
+        """Samples of the run's second half."""
+        return [one for one in self.samples if one.minute >= self.settings.minutes / 2]
+
 
 def soak(settings: SoakSettings, on_sample: Callable[[Sample], None] = lambda _: None) -> Soak:
     """Run one queue for long and see what is wrong with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Sequence
@@ -56,12 +57,20 @@ class Sample:
 
 
 def process_sample(minute: float = 0.0) -> Sample:
-    """Look at the process alone."""
+    """Look at the process alone, once it has given back what nobody holds."""
     gc.collect()
+    give_back()
     process = psutil.Process()
     with process.oneshot():
         rss, threads = process.memory_info().rss, process.num_threads()
         return Sample(minute, rss, threads, process.num_fds(), time.process_time())
+
+
+def give_back() -> None:
+    """Let the C library return free memory, where it can: fragments would look like a leak."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def sample(queue: GenerationQueue, folder: Path, tally: Tally, minute: float) -> Sample:
