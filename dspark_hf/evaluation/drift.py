@@ -288,6 +288,12 @@ def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def read_prompt(target: FlatTarget, ids: Sequence[int]) -> None:
+    """Read a prompt into row 0, some thousand tokens at a time."""
+    for begin in range(0, len(ids), PREFILL_TOKENS):
+        target.forward([Feed(0, list(ids[begin : begin + PREFILL_TOKENS]), 1, is_prompt=True)])
+
+
 def _score_steps(
     model: PreTrainedModel,
     ids: list[int],
@@ -298,9 +304,7 @@ def _score_steps(
     """Decode a window's last tokens densely, go back, and decode them by each policy."""
     target = FlatTarget(model, len(ids) + step_tokens)
     first = len(ids) - num_scored - 1
-    for begin in range(0, first, PREFILL_TOKENS):
-        fed = ids[begin : min(begin + PREFILL_TOKENS, first)]
-        target.forward([Feed(0, fed, 1, is_prompt=True)])
+    read_prompt(target, ids[:first])
     dense, dense_s = _steps(target, ids, first, step_tokens)
     for one in measured:
         target.rollback(0, first)

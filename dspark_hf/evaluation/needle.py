@@ -11,7 +11,7 @@ import torch
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.corpus import read_documents
-from dspark_hf.evaluation.drift import PREFILL_TOKENS
+from dspark_hf.evaluation.drift import read_prompt
 from dspark_hf.evaluation.perplexity import encode
 from dspark_hf.losslessness import end_ids
 from dspark_hf.targets.flat import FlatTarget
@@ -152,7 +152,7 @@ def needle_check(
             if read_by is not reader:
                 if read_by is not _UNREAD:
                     target.rollback(0, 0)
-                _read(target, hay.ids[:-1])
+                read_prompt(target, hay.ids[:-1])
                 read_by = reader
             answer = _answer(model, tokenizer, target, hay.ids, max_new_tokens)
             calls = stats.calls + stats.prefill_calls
@@ -160,12 +160,6 @@ def needle_check(
             if observer is not None:
                 observer(1)
     return results
-
-
-def _read(target: FlatTarget, ids: Sequence[int]) -> None:
-    """Read a prompt, some thousand tokens at a time."""
-    for begin in range(0, len(ids), PREFILL_TOKENS):
-        target.forward([Feed(0, list(ids[begin : begin + PREFILL_TOKENS]), 1, is_prompt=True)])
 
 
 def _answer(

@@ -206,7 +206,7 @@ def test_a_code_counts_as_found_only_in_whole(
         code = tokenizer.decode(torch.tensor(ids)).split("code is ")[1][:5]
         return str(code[:-1]) if next(asked) % 2 else f" {code}."
 
-    monkeypatch.setattr(needle, "_read", lambda _target, _ids: None)
+    monkeypatch.setattr(needle, "read_prompt", lambda _target, _ids: None)
     monkeypatch.setattr(needle, "_answer", answer)
     tokenizer: Any = Letters()
     answers = needle_check(saved[1], tokenizer, {"few": FULL}, "grass " * 100, context=300)
@@ -218,8 +218,8 @@ def test_prompts_in_blocks_are_read_by_each_policy_and_others_once(
     saved: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model, tokenizer = saved
-    reads, read = [], needle._read
-    monkeypatch.setattr(needle, "_read", lambda *args: reads.append(read(*args)))
+    reads, read = [], needle.read_prompt
+    monkeypatch.setattr(needle, "read_prompt", lambda *args: reads.append(read(*args)))
     blocks = replace(FULL, prefill=SparsePrefill(tokens=96, min_context=0))
     policies = {"all": FULL, "blocks": blocks, "again": FULL}
     answers = needle_check(model, tokenizer, policies, context=200, depths=(0.5,), max_new_tokens=2)
