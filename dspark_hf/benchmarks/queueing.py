@@ -23,6 +23,7 @@ from dspark_hf.benchmarks.timing import rotated, timed
 from dspark_hf.config import DSparkConfig
 from dspark_hf.losslessness import end_ids
 from dspark_hf.queue_settings import QueueConfig
+from dspark_hf.serving.handle import WAITING
 from dspark_hf.serving.memory import free_bytes
 from dspark_hf.serving.queue import GenerationQueue
 
@@ -199,34 +200,46 @@ def _order(bench: Bench, wrapped: Any) -> list[dict[str, Any]]:
 
 
 def _first_token(bench: Bench, wrapped: Any) -> list[dict[str, Any]]:
-    """Time the first token of short requests while long prompts arrive and long texts decode."""
+    """Time the first token of short requests while a long prompt is read and long texts decode.
+
+    The load is the same for every request: the next long prompt comes when the one before it has
+    its text, and a text that ends is followed by another. Requests come at moments spread over the
+    first second of the reading.
+    """
     works = requests(bench)
     long_prompt = _beginning(bench)
     most = bench.settings.max_new_tokens
-    entries = []
-    for part in (None, QueueConfig.prefill_tokens):
-        found: list[float] = []
+    parts = (None, QueueConfig.prefill_tokens)
+    found: dict[int | None, list[float]] = {part: [] for part in parts}
+    for part in parts:
         settings = QueueConfig(max_rows=PLACES * 2, prefill_tokens=part, prefix_cache=False)
         with GenerationQueue(wrapped, config=settings) as queue:
-            batch = [_submit(queue, Work(work.ids, min(LONG, most))) for work in works[:PLACES]]
+            texts = [Work(work.ids, min(LONG, most)) for work in works[:PLACES]]
+            load = [_submit(queue, text) for text in texts]
             for turn in range(INTERACTIVE):
+                load = [
+                    _submit(queue, text) if handle.is_ended else handle
+                    for handle, text in zip(load, texts, strict=True)
+                ]
                 # A long prompt, unlike the others by its first token, and somebody who waits.
-                batch.append(_submit(queue, Work((turn + 3, *long_prompt), 4)))
+                long = _submit(queue, Work((turn + 3, *long_prompt), 4))
+                while long.status == WAITING:
+                    time.sleep(0.001)
+                time.sleep(turn / INTERACTIVE)
                 handle = _submit(queue, Work(works[turn % REQUESTS].ids, SHORT), priority=1)
-                result = handle.result()
-                found.append(result.stats.first_token or 0.0)
-            for handle in batch:
-                handle.result()
-        found.sort()
-        entries.append(
-            {
-                "prefill_tokens": part,
-                "requests": len(found),
-                "p50_s": found[len(found) // 2],
-                "p95_s": found[min(int(0.95 * len(found)), len(found) - 1)],
-            }
-        )
-    return entries
+                found[part].append(handle.result().stats.first_token or 0.0)
+                long.result()
+            for handle in load:
+                handle.cancel()
+    return [
+        {
+            "prefill_tokens": part,
+            "requests": len(seconds),
+            "p50_s": sorted(seconds)[len(seconds) // 2],
+            "p95_s": sorted(seconds)[min(int(0.95 * len(seconds)), len(seconds) - 1)],
+        }
+        for part, seconds in found.items()
+    ]
 
 
 def _beginnings(bench: Bench, wrapped: Any) -> list[dict[str, Any]]:
