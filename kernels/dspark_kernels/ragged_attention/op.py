@@ -16,6 +16,7 @@ from dspark_kernels.checks import (
     require_shape,
     runs_triton,
 )
+from dspark_kernels.ragged_attention.splitting import can_split, num_parts, split_attention
 from dspark_kernels.ragged_attention.tiling import Plan, plan_tiles, rows_per_tile
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_DIM = 256
 """Widest head a tile of the GPU kernel holds."""
+MAX_SPLIT_QUERIES = 128
+"""Queries with which heads alone keep a CPU's threads busy: the kernel splits them too."""
 
 
 def pack_mask(visible: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -71,18 +74,28 @@ def packed_attention(
     Returns:
         torch.Tensor: Of shape (B, T, Hq, Dv), contiguous.
 
-    Numerics: float32 accumulation and softmax for every input type.
+    Numerics: float32 accumulation and softmax for every input type. On a CPU long caches are read
+    in parts, whose outputs have the inputs' type before they are merged; how many follows from the
+    rows, heads, length and threads, so that one key more may change a result's rounding.
     """
     num_rows, num_heads, num_queries, dim = query.shape
     num_kv = key.shape[1]
     group = num_heads // num_kv
     packed = query.reshape(num_rows, num_kv, group * num_queries, dim)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
-    else:
+    if softcap is not None or sinks is not None:
         out = _attend_eager(packed, key, value, mask, scale, softcap, sinks, num_queries)
+    elif (parts := _num_parts(packed, key, value)) > 1:
+        out = split_attention(packed, key, value, mask, scale=scale, parts=parts)
+    else:
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     out = out.view(num_rows, num_kv, group, num_queries, value.shape[-1])
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, -1)
+
+
+def _num_parts(packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    if not can_split(packed, value) or packed.shape[2] > MAX_SPLIT_QUERIES:
+        return 1
+    return num_parts(key.shape[0], key.shape[1], key.shape[2], torch.get_num_threads())
 
 
 def ragged_attention(
