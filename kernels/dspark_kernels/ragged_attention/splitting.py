@@ -67,7 +67,8 @@ def split_attention(
 
     def cut(tensor: torch.Tensor, axis: int) -> torch.Tensor:
         # The parts come first; strides of the cache, no copy.
-        return tensor.narrow(axis, 0, whole).unflatten(axis, (parts, size)).movedim(axis, 0)
+        pieces: torch.Tensor = tensor.narrow(axis, 0, whole).unflatten(axis, (parts, size))
+        return pieces.movedim(axis, 0)
 
     def rest(tensor: torch.Tensor, axis: int) -> torch.Tensor:
         return tensor.narrow(axis, whole, tensor.shape[axis] - whole)[None]
