@@ -9,7 +9,7 @@ import torch
 from dspark_hf.benchmarks.timing import timed
 from dspark_hf.drafting.self_sparse import SelfSparseDrafter
 from dspark_hf.evaluation.corpus import read_documents
-from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.values import DraftRequest, Feed
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS, DRAFTED = 48, 4
 """Tokens decoded each way, and those drafted per round."""
-PART = 512
-"""Tokens of a prompt that are read at once."""
 
 
 @torch.no_grad()
@@ -40,8 +38,7 @@ def self_sparse_run(bench: Bench, model: Any, context: int) -> dict[str, Any]:
     text = bench.tokenizer("\n\n".join(read_documents()))["input_ids"][: limit + 1]
     first = text.pop()
     target = FlatTarget(model, context + NEW_TOKENS + DRAFTED + 1)
-    for start in range(0, len(text), PART):
-        target.forward([Feed(0, text[start : start + PART], 1, is_prompt=True)])
+    read_prompt(target, text)
     if len(text) < context:
         times = -(-context // len(text))
         layers = [

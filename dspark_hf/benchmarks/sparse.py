@@ -27,7 +27,7 @@ from dspark_hf.benchmarks.stats import spread
 from dspark_hf.benchmarks.timing import rotated, timed
 from dspark_hf.config import DSparkConfig
 from dspark_hf.evaluation.corpus import read_documents
-from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.values import Feed
 from dspark_kernels.ragged_attention.op import pack_mask, packed_attention
 
@@ -129,8 +129,7 @@ def _text_layers(bench: Bench, model: Any) -> Layers:
     limit = bench.model.config.max_position_embeddings
     ids = bench.tokenizer("\n\n".join(read_documents()))["input_ids"][: min(TEXT_TOKENS, limit)]
     target = FlatTarget(model, len(ids))
-    for start in range(0, len(ids), 512):
-        target.forward([Feed(0, ids[start : start + 512], 1, is_prompt=True)])
+    read_prompt(target, ids)
     return [(k.clone(), v.clone()) for k, v in target.keys_values(0, len(ids))]
 
 

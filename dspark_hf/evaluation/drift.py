@@ -20,7 +20,7 @@ from dspark_hf.attention.policy import SparsePolicy, resolve_policy
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.windows import leading_bos, spread_windows
-from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.targets.select import choose_target
 from dspark_hf.values import Feed
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from dspark_hf.attention.sparse import PageCounts
 
-PREFILL_TOKENS = 2048
-"""Prompt tokens fed at once."""
 BLOCK_TOKENS = 32
 """Neighbouring tokens drawn together by the bootstrap: their differences are alike."""
 RESAMPLES = 2000
@@ -286,12 +284,6 @@ def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
     means = np.expm1(blocks[drawn].mean(axis=1))
     low, high = np.percentile(means, INTERVAL)
     return float(low), float(high)
-
-
-def read_prompt(target: FlatTarget, ids: Sequence[int]) -> None:
-    """Read a prompt into row 0, some thousand tokens at a time."""
-    for begin in range(0, len(ids), PREFILL_TOKENS):
-        target.forward([Feed(0, list(ids[begin : begin + PREFILL_TOKENS]), 1, is_prompt=True)])
 
 
 def _score_steps(

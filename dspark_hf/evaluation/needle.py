@@ -11,10 +11,9 @@ import torch
 from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.corpus import read_documents
-from dspark_hf.evaluation.drift import read_prompt
 from dspark_hf.evaluation.perplexity import encode
 from dspark_hf.losslessness import end_ids
-from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.targets.select import choose_target
 from dspark_hf.values import Feed
 

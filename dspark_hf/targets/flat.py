@@ -15,6 +15,7 @@ from dspark_hf.attention import interface
 from dspark_hf.attention.policy import StepSignals
 from dspark_hf.errors import UnsupportedByFlatError
 from dspark_hf.targets.cache import DSparkCache
+from dspark_hf.values import Feed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
     from dspark_hf.attention.sparse import SparseReading, SparseRow
     from dspark_hf.targets.base import CachedRow, TakeFeatures, Taps
-    from dspark_hf.values import Feed
+
+PROMPT_TOKENS = 2048
+"""Tokens of a prompt that `read_prompt` feeds at once."""
 
 
 class FlatTarget:
@@ -231,3 +234,9 @@ class FlatTarget:
             if width > first:
                 cache.update(keys[:, :, first:], values[:, :, first:], layer_idx)
         return cache
+
+
+def read_prompt(target: FlatTarget, ids: Sequence[int]) -> None:
+    """Append a prompt to row 0, some thousand tokens at a time; its logits are not wanted."""
+    for begin in range(0, len(ids), PROMPT_TOKENS):
+        target.forward([Feed(0, list(ids[begin : begin + PROMPT_TOKENS]), 1, is_prompt=True)])

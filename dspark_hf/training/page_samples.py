@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dspark_hf.attention.pages import PAGE
 from dspark_hf.attention.policy import SparsePolicy
 from dspark_hf.attention.sparse import SparseRow, SparseStats
-from dspark_hf.targets.flat import FlatTarget
+from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.values import Feed
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from dspark_hf.targets.cache import DSparkCache, DSparkLayer
-
-CHUNK = 2048
-"""Tokens of a window fed at once between the tokens that are listened to."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,7 @@ def record_window(
     target.read_sparsely(0, SparseRow(policy, SparseStats(), 0))
     read = 0
     for place in places:
-        while read < place:
-            part = list(ids[read : min(read + CHUNK, place)])
-            target.forward([Feed(0, part, 1, is_prompt=True)])
-            read += len(part)
+        read_prompt(target, ids[read:place])
         target.forward([Feed(0, [ids[place]], 1)])
         read = place + 1
     return {layer: _gathered(queries) for layer, queries in heard.items()}
