@@ -14,22 +14,19 @@ from dspark_hf.serving.mapping import results_in_order
 from dspark_hf.serving.prepare import prepare
 from dspark_hf.serving.request import Request
 from dspark_hf.serving.resume import follow
-from dspark_hf.serving.views import prometheus_text
-from dspark_hf.serving.watch import watching
+from dspark_hf.serving.views import MetricsViews
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from dspark_hf.serving.handle import RequestResult
     from dspark_hf.serving.resume import OnToken
 
 
-class GenerationQueue:
+class GenerationQueue(MetricsViews):
     """Decodes many callers' requests together, each to what generate() alone would have given.
 
     ```python
@@ -198,25 +195,6 @@ class GenerationQueue:
         """
         with self.model.dspark.lock:
             return self._engine.metrics.measure_bandwidth()
-
-    def prometheus(self) -> str:
-        """Return `metrics()` in the text form that Prometheus reads.
-
-        Raises:
-            ConfigError: If prometheus-client is not installed.
-        """
-        return prometheus_text(self.metrics())
-
-    def watch(
-        self, console: Console | None = None, refresh_per_s: float = 4.0
-    ) -> AbstractContextManager[None]:
-        """Show live, inside the context, what runs and waits; nothing where there is no terminal.
-
-        Args:
-            console: Where; standard error when None.
-            refresh_per_s: Pictures per second.
-        """
-        return watching(self.metrics, console, refresh_per_s)
 
     @property
     def token_s(self) -> float:

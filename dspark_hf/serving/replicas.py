@@ -21,17 +21,13 @@ from dspark_hf.serving.queue import check_order
 from dspark_hf.serving.replica import Starter
 from dspark_hf.serving.replica_settings import ReplicaConfig
 from dspark_hf.serving.sums import CounterSums, Outcomes
-from dspark_hf.serving.views import prometheus_text
-from dspark_hf.serving.watch import watching
-from dspark_hf.serving.watch_many import render_replicas
+from dspark_hf.serving.views import MetricsViews
 from dspark_hf.serving.wire import pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
     from dspark_hf.config import DSparkConfig
@@ -64,7 +60,7 @@ class ReplicaState:
     restarts: int
 
 
-class ReplicaQueue:
+class ReplicaQueue(MetricsViews):
     """Shares requests out among replicas; a request outlives the replica that decodes it.
 
     ```python
@@ -82,6 +78,8 @@ class ReplicaQueue:
     coupled text of an unbroken call; rejection sampling keeps its distribution. A replica that died
     is started again. Pieces are neither lost nor repeated.
     """
+
+    _pictures_per_s = 2.0
 
     def __init__(
         self,
@@ -265,25 +263,6 @@ class ReplicaQueue:
             "replicas": states,
             **self._sums.totals(),
         }
-
-    def prometheus(self) -> str:
-        """Return `metrics()` in the text form that Prometheus reads, by replica and in all.
-
-        Raises:
-            ConfigError: If prometheus-client is not installed.
-        """
-        return prometheus_text(self.metrics())
-
-    def watch(
-        self, console: Console | None = None, refresh_per_s: float = 2.0
-    ) -> AbstractContextManager[None]:
-        """Show live, inside the context, what each replica does; nothing without a terminal.
-
-        Args:
-            console: Where; standard error when None.
-            refresh_per_s: Pictures per second; each asks every replica, which may take longer.
-        """
-        return watching(self.metrics, console, refresh_per_s, render_replicas)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Take no more requests and end the processes.

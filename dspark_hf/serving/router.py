@@ -22,16 +22,11 @@ from dspark_hf.serving.handle import DONE, FAILED
 from dspark_hf.serving.mapping import results_in_order
 from dspark_hf.serving.prepare import encode
 from dspark_hf.serving.routing import Asked, Routes
-from dspark_hf.serving.views import prometheus_text
-from dspark_hf.serving.watch import watching
-from dspark_hf.serving.watch_many import render_groups
+from dspark_hf.serving.views import MetricsViews
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
     from types import TracebackType
-
-    from rich.console import Console
 
     from dspark_hf.queue_settings import QueueConfig
     from dspark_hf.serving.handle import RequestHandle, RequestResult
@@ -69,7 +64,7 @@ class Group(Protocol):
         """Take no more requests and end."""
 
 
-class Router:
+class Router(MetricsViews):
     """Sends each request to one of several queues.
 
     ```python
@@ -88,6 +83,8 @@ class Router:
     stood in for by its fallback, even if it was named: models in its place answer differently, so
     give a fallback only where that is right. `handle.stats.group` says who took a request.
     """
+
+    _pictures_per_s = 2.0
 
     def __init__(
         self,
@@ -258,25 +255,6 @@ class Router:
             "expected_delay_s": {n: queue.expected_delay_s for n, queue in self.groups.items()},
             "groups": {name: queue.metrics() for name, queue in self.groups.items()},
         }
-
-    def prometheus(self) -> str:
-        """Return `metrics()` in the text form that Prometheus reads, by group and replica.
-
-        Raises:
-            ConfigError: If prometheus-client is not installed.
-        """
-        return prometheus_text(self.metrics())
-
-    def watch(
-        self, console: Console | None = None, refresh_per_s: float = 2.0
-    ) -> AbstractContextManager[None]:
-        """Show live, inside the context, what each group does; nothing without a terminal.
-
-        Args:
-            console: Where; standard error when None.
-            refresh_per_s: Pictures per second; groups of replicas may take longer to answer.
-        """
-        return watching(self.metrics, console, refresh_per_s, render_groups)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Close every queue, all at the same time.
