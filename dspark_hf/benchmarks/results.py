@@ -33,13 +33,37 @@ def load_results(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: If it is not a result file of this format.
     """
+    return require_format(path, read_json(path))
+
+
+def read_json(path: Path) -> Any:
+    """Return what a file holds as JSON, whatever its format.
+
+    Args:
+        path: The file; a missing one raises FileNotFoundError.
+
+    Raises:
+        ConfigError: If it is no JSON.
+    """
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} must be a result file of `bench generate`; got no JSON: {error}. Remove it or "
             "name another."
         ) from error
+
+
+def require_format(path: Path, results: Any) -> dict[str, Any]:
+    """Return what a file holds if that is results of this format, or refuse it.
+
+    Args:
+        path: The file, for the message.
+        results: What it holds.
+
+    Raises:
+        ConfigError: If they are not.
+    """
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise ConfigError(
             f"{path} must be a result file of format {FORMAT}; got another. Remove it or name "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
 from dspark_hf.benchmarks.markers import Table
-from dspark_hf.benchmarks.results import load_results
+from dspark_hf.benchmarks.results import read_json, require_format
 from dspark_hf.evaluation.tables import all_tables
 
 if TYPE_CHECKING:
@@ -44,13 +43,10 @@ def read_tables(path: Path) -> dict[str, list[Table]]:
     Raises:
         ConfigError: If it is neither.
     """
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        results = None
+    results = read_json(path)
     if isinstance(results, dict) and ("drift" in results or "needle" in results):
         return drift_tables(results)
-    return all_tables(load_results(path))
+    return all_tables(require_format(path, results))
 
 
 def _drift(results: Mapping[str, Any]) -> Table:

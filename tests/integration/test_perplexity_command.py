@@ -16,6 +16,7 @@ from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
 from dspark_hf.cli.app import app
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation import LayerBudgets, needle
+from dspark_hf.evaluation.drift_tables import read_tables
 from dspark_hf.evaluation.needle import DEPTHS, NEEDLE, hide, needle_check
 from evaluation_files import save_target
 from harness import wrapped
@@ -246,3 +247,15 @@ def test_a_result_file_fills_the_places_of_a_document(
         assert f"| {name} | {count} of 10 |" in text
     printed = CliRunner().invoke(app, ["eval", "table", str(out)])
     assert f"## {names[0]}" in printed.output
+
+
+@pytest.mark.parametrize(
+    ("held", "says"), [("no braces", "got no JSON"), ('{"drifts": []}', "of format 1; got another")]
+)
+def test_a_file_without_results_is_refused_by_its_name(
+    tmp_path: Path, held: str, says: str
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(held, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"other.json must be a result file.*{says}"):
+        read_tables(path)
