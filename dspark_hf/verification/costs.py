@@ -196,6 +196,11 @@ class DraftCosts:
         self._seconds: dict[int, deque[float]] = {}
 
     @property
+    def is_whole(self) -> bool:
+        """Whether a whole block costs no more than a part of it."""
+        return self.block_size is not None and not self.grows
+
+    @property
     def is_known(self) -> bool:
         """Whether any draft was measured."""
         return bool(self._seconds)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.costs import DraftCosts, StepCosts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome
 from simulation import known, nearly_flat, proportional, rows
 
 
 def block_schedule(costs: StepCosts, block_size: int = 7) -> CostAwareSchedule:
-    return CostAwareSchedule(8, costs, block_size=block_size)
+    return CostAwareSchedule(8, costs, DraftCosts(block_size))
 
 
 @pytest.mark.parametrize("draft_s", [0.001, 0.4, 5.0])
@@ -34,7 +34,7 @@ def test_a_block_drafter_is_asked_for_a_whole_block_or_for_nothing(draft_s: floa
 
 def test_where_a_longer_part_costs_more_the_length_that_pays_is_asked_for() -> None:
     # Behind the first token one in five survives: the rest of a block is not worth its time.
-    schedule = CostAwareSchedule(8, known(nearly_flat), block_size=7, draft_cost_grows=True)
+    schedule = CostAwareSchedule(8, known(nearly_flat), DraftCosts(7, grows=True))
     asked = []
     for _ in range(60):
         (length,) = schedule.ask(rows())

@@ -37,26 +37,23 @@ class CostAwareSchedule:
         self,
         max_tokens: int,
         costs: StepCosts,
+        draft_costs: DraftCosts | None = None,
         *,
         may_pause: bool = True,
-        block_size: int | None = None,
-        draft_cost_grows: bool = False,
     ) -> None:
         """Start from priors.
 
         Args:
             max_tokens: Most draft tokens per row and round.
             costs: Measured step costs, shared by calls of one model.
+            draft_costs: Of the drafter, nothing measured yet; of one without blocks when None.
             may_pause: Whether to stop drafting where it does not pay.
-            block_size: Of a drafter that computes a whole block for any length.
-            draft_cost_grows: Whether a longer part of a block costs it more.
         """
         self.max_tokens = max_tokens
         self.costs = costs
-        self.draft_costs = DraftCosts(block_size, grows=draft_cost_grows)
+        self.draft_costs = draft_costs or DraftCosts()
         self.estimates = SurvivalEstimates()
         self.accounts = Accounts(may_pause=may_pause)
-        self._is_whole = block_size is not None and not draft_cost_grows
         self._drafts: dict[int, Draft] = {}
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
@@ -78,7 +75,7 @@ class CostAwareSchedule:
         best = self.accounts.allowed(signal, best)
         if best == 0:
             self.accounts.refill({signal})
-        elif self._is_whole:
+        elif self.draft_costs.is_whole:
             best = longest
         return [min(best, most) for most in room]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dspark_hf.verification.costs import DraftCosts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.confident import (
     BudgetSchedule,
@@ -43,12 +44,7 @@ def build_schedule(
         return ThresholdSchedule(most, costs, config.confidence_threshold)
     if config.schedule == "prefix":
         return PrefixSchedule(most, costs)
+    drafts = DraftCosts(block_size, grows=draft_cost_grows)
     if config.schedule == "budget":
-        return BudgetSchedule(most, costs, block_size, draft_cost_grows=draft_cost_grows)
-    return CostAwareSchedule(
-        most,
-        costs,
-        may_pause=config.never_slower,
-        block_size=block_size,
-        draft_cost_grows=draft_cost_grows,
-    )
+        return BudgetSchedule(most, costs, drafts)
+    return CostAwareSchedule(most, costs, drafts, may_pause=config.never_slower)

@@ -154,23 +154,17 @@ class BudgetSchedule(_ConfidenceSchedule):
     """
 
     def __init__(
-        self,
-        max_tokens: int,
-        costs: StepCosts,
-        block_size: int | None = None,
-        *,
-        draft_cost_grows: bool = False,
+        self, max_tokens: int, costs: StepCosts, draft_costs: DraftCosts | None = None
     ) -> None:
         """Start from priors.
 
         Args:
             max_tokens: Most draft tokens per row and round.
             costs: Measured step costs, shared by calls of one model.
-            block_size: Of a drafter that computes a whole block for any length.
-            draft_cost_grows: Whether a longer part of a block costs it more.
+            draft_costs: Of the drafter, nothing measured yet; of one without blocks when None.
         """
         super().__init__(max_tokens, costs)
-        self.draft_costs = DraftCosts(block_size, grows=draft_cost_grows)
+        self.draft_costs = draft_costs or DraftCosts()
         self._past: dict[int, deque[list[float]]] = {}
         self._longest: deque[int] = deque(maxlen=RECENT_ROUNDS)
         self._rounds = 0
