@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import (  # noqa: TC001 - typer reads annotations
+    DraftedTokens,
+    Dtype,
+    Limit,
+    Target,
+    Temperatures,
+)
 from dspark_hf.cli.progress import counting
 from dspark_hf.cli.render import plain_table
 
@@ -19,20 +26,15 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
+    model: Target,
     drafter: Annotated[str, typer.Option(help="Folder or hub id of a block drafter.")],
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file of prompts. Default: the 120 shipped for it.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per group at most. Default: all.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0, help="Decode at this, 0 for greedy; may be repeated. Default: 0, 1."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    limit: Limit = None,
+    max_new_tokens: DraftedTokens = 128,
+    temperature: Temperatures = None,
+    dtype: Dtype = "bfloat16",
     out: Annotated[
         Path | None,
         typer.Option(help="File to write. Default: calibration.json in the drafter's folder."),

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dspark_hf.cli import render
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def demo(
         str | None, typer.Option(help="Path or hub id. Default: SmolLM2-135M-Instruct.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.")] = 64,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Show a model generate with and without drafts, side by side, alone and in a pipeline."""
     from dspark_hf.cli import session

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -34,7 +36,7 @@ PATHS = {
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Path or hub id of a causal LM.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Show versions, devices and threads; with --model, what that model gets and what pays."""
     console = Console(highlight=False)

@@ -11,6 +11,13 @@ from rich.console import Console
 
 from dspark_hf.cli.eval_budgets import budgets
 from dspark_hf.cli.eval_perplexity import perplexity
+from dspark_hf.cli.options import (  # noqa: TC001 - typer reads annotations
+    DraftedTokens,
+    Dtype,
+    Limit,
+    Target,
+    Temperatures,
+)
 from dspark_hf.cli.progress import counting, show_table
 
 eval_app = typer.Typer(no_args_is_help=True, help="Measure drafters and what they are worth.")
@@ -20,7 +27,7 @@ eval_app.command()(budgets)
 
 @eval_app.command()
 def acceptance(
-    model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
+    model: Target,
     drafter: Annotated[str, typer.Option(help="auto, lookup, or the path or hub id of a drafter.")],
     out: Annotated[Path, typer.Option(help="Folder for acceptance.json and the plots.")],
     against: Annotated[
@@ -30,15 +37,10 @@ def acceptance(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file of prompts. Default: the 60 shipped for it.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per group at most. Default: all.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
-    temperature: Annotated[
-        list[float] | None,
-        typer.Option(min=0, help="Decode at this, 0 for greedy; may be repeated. Default: 0, 1."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    limit: Limit = None,
+    max_new_tokens: DraftedTokens = 128,
+    temperature: Temperatures = None,
+    dtype: Dtype = "bfloat16",
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw plots.")] = True,
 ) -> None:
     """Decode held-out prompts with whole blocks and say what was accepted, where, and why.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 from dspark_hf.cli.progress import counting, show_table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def budgets(
             "it by itself."
         ),
     ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Share a policy's budget out among layers, where it saves most.
 

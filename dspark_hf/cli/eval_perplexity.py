@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 from dspark_hf.cli.progress import counting, show_table
 from dspark_hf.errors import ConfigError
 
@@ -45,7 +46,7 @@ def perplexity(
             "it by itself. With --policy none: every, none, or once. Default: auto, or once."
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     prefill: Annotated[
         bool,
         typer.Option("--prefill", help="Measure prompts read in blocks instead of steps."),

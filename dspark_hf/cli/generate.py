@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 from dspark_hf.errors import ConfigError
 
 WARM_UP_TOKENS = 4
@@ -28,7 +29,7 @@ def generate(
         typer.Option("--chat/--no-chat", help="Apply the chat template. Default: if there is one."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 128,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random.")] = False,
     temperature: Annotated[float, typer.Option(help="Above 0; used with --sample.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes --sample repeatable.")] = None,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 from dspark_hf.errors import ConfigError
 
 GRACE_S = 5
@@ -22,7 +23,7 @@ def serve(
     ] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     config: Annotated[
         Path | None, typer.Option(help="YAML file of DSparkConfig; `queue:` holds the queue's.")
     ] = None,

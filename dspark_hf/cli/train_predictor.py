@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 from dspark_hf.cli.progress import counting, show_table
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def predictor(
     steps: Annotated[int, typer.Option(help="Per layer, at most.")] = 300,
     learning_rate: Annotated[float, typer.Option(help="Of Adam.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Train a page predictor for sparse attention on what the model itself attends to.
 

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -45,7 +47,7 @@ def verify(
         typer.Option(exists=True, dir_okay=False, help="One prompt a line. Default: 8 of ours."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per prompt.")] = 64,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generate() call.")] = 1,
     exactness: Annotated[
         str, typer.Option(help="plain, or recheck: near-ties are decided by a one-token forward.")

@@ -12,6 +12,7 @@ from dspark_hf.attention.sparse import SparseRow, SparseStats
 from dspark_hf.errors import ConfigError
 from dspark_hf.evaluation.corpus import read_documents
 from dspark_hf.evaluation.perplexity import encode
+from dspark_hf.evaluation.windows import leading_bos
 from dspark_hf.losslessness import end_ids
 from dspark_hf.targets.flat import FlatTarget, read_prompt
 from dspark_hf.targets.select import choose_target
@@ -73,7 +74,7 @@ def hide(
     Args:
         tokenizer: Encodes needle and question.
         filler: Token ids of a text, long enough.
-        context: Tokens in all, the BOS token included where there is one.
+        context: Tokens in all, with the BOS token where the tokenizer begins texts with it.
         depth: Share of the filler before the needle.
         code: What is hidden.
 
@@ -83,7 +84,7 @@ def hide(
     Raises:
         ConfigError: If the needle does not fit or the filler is too short.
     """
-    lead = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    lead = leading_bos(tokenizer, "auto")
     needle, question = encode(tokenizer, NEEDLE.format(code=code)), encode(tokenizer, QUESTION)
     room = context - len(lead) - len(needle) - len(question)
     if room < 1 or room > len(filler):

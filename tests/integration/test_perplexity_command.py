@@ -198,6 +198,22 @@ class Letters:
         return "".join(map(chr, ids.tolist()))
 
 
+@pytest.mark.parametrize("begins_texts", [True, False])
+def test_a_haystack_begins_as_the_tokenizer_begins_texts(begins_texts: bool) -> None:
+    class WithBos(Letters):
+        bos_token_id = 7
+
+        def __call__(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> Any:
+            lead = [7] if begins_texts and add_special_tokens else []
+            return {"input_ids": lead + [ord(c) for c in text]}
+
+    tokenizer: Any = WithBos()
+    ids = hide(tokenizer, [3] * 500, 200, 0.5, "2").ids
+    assert len(ids) == 200
+    assert ids.count(7) == begins_texts
+    assert (ids[0] == 7) == begins_texts
+
+
 def test_a_code_counts_as_found_only_in_whole(
     saved: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
