@@ -215,7 +215,8 @@ def _note(run: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     items = len({row["item"] for row in run["rows"]})
     parts = [
         f"{results['model']['name']}, {run['dtype']}",
-        f"{items} x {settings['repeats']} calls each",
+        # Sections without rows tell in their tables how often they measured.
+        *([f"{items} x {settings['repeats']} calls each"] if items else []),
         f"{machine['cpu']}, {machine['cores']} cores, {run['threads']} threads, load {load}",
         f"torch {versions['torch']}, transformers {versions['transformers']}",
         run["date"].split()[0],
