@@ -1,7 +1,7 @@
 """Schedules decide by confidence: which tokens, how many, and what poor confidences may cost.
 
-What is drafted and accepted is simulated, so that what a confidence is worth is known. That none of
-this biases sampling is the subject of tests/lossless/test_schedule_enumeration.py.
+What is drafted and accepted is simulated, so that what a confidence is worth is known. That sampling
+is not biased is shown in tests/lossless/test_schedule_enumeration.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from dspark_hf.config import SCHEDULES, DSparkConfig
-from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.costs import DraftCosts, StepCosts
 from dspark_hf.verification.schedules.accounts import LATEST_PROBE, PROBE_TOKENS
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState, Schedule
@@ -216,6 +216,25 @@ def test_a_budget_weighs_drafting_as_well(draft_s: float, pays: bool) -> None:
     run.run(400)
     assert (run.share_verifying(200) > 0.9) == pays
     assert run.speed_up > (1.05 if pays else 0.9)
+
+
+def worth(length: int, token_s: float) -> float:
+    """Return the tokens per second of rounds of so many drafts, in the next test."""
+    draft_s = 0.6 + token_s * max(min(length + 1, 8), 2) if length else 0.0
+    return sum(0.8**k for k in range(length + 1)) / (1 + 0.01 * (length + 1) + draft_s)
+
+
+@pytest.mark.parametrize(("token_s", "expected"), [(0.0, 8), (0.3, 4), (0.6, 0)])
+def test_a_budget_asks_for_the_length_that_drafting_and_verifying_are_worth(
+    token_s: float, expected: int
+) -> None:
+    schedule = BudgetSchedule(8, known(lambda width: 1 + 0.01 * width), DraftCosts(8, grows=True))
+    for length in (2, 8):
+        schedule.observe_draft(length, 0.6 + token_s * length)
+    for _ in range(40):
+        (asked,) = schedule.ask(rows())
+        schedule.cut(rows(), [Draft(asked, 0, (0.8,) * asked)])
+    assert schedule._best_length == expected == max(range(9), key=lambda n: worth(n, token_s))
 
 
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:

@@ -26,8 +26,9 @@ ROUNDS_BACK = 2
 """The budget of a round follows from confidences that are at least this many rounds old."""
 AVERAGED = 8
 """Drafts of a row that its budget is averaged over."""
-RECENT_ROUNDS, SPARE_TOKENS = 8, 1
-"""Rounds whose longest verified draft, and this many tokens more, the next ones are asked for."""
+WHOLE_DRAFTS, SPARE_TOKENS = 8, 1
+"""First rounds that ask for all there is room for; later ones for the length that pays best, and
+this many tokens more, as what is not drafted tells nothing."""
 DRAFTS_APART = 8
 """Rounds from one draft to the next while none is worth verifying: drafting costs as well."""
 
@@ -78,10 +79,13 @@ class _ConfidenceSchedule:
             for row, draft in zip(rows, drafts, strict=True)
         ]
 
-    def _rate(self, rows: Sequence[RowState], tokens: float, num_drafts: int) -> float:
-        """Return tokens per second: tau * SPS(N)."""
+    def _rate(
+        self, rows: Sequence[RowState], tokens: float, num_drafts: int, draft_s: float = 0.0
+    ) -> float:
+        """Return tokens per second, tau * SPS(N), of rounds that are drafted in `draft_s`."""
         context = sum(row.context for row in rows)
-        return tokens / self.costs.predict(len(rows) + num_drafts, context, len(rows))
+        verify_s = self.costs.predict(len(rows) + num_drafts, context, len(rows))
+        return tokens / (verify_s + draft_s)
 
 
 class ThresholdSchedule(_ConfidenceSchedule):
@@ -145,9 +149,9 @@ class BudgetSchedule(_ConfidenceSchedule):
 
     The budget is the best number over all, by the mean survivals of each row's drafts up to two of
     them earlier; a row that has not drafted twice counts as drafts of its signal usually went. Rows
-    may join and leave at any time. The current survivals only rank (`selection.frontier`). No more
-    tokens are asked for than lately were verified of the longest draft, and one more; while nothing
-    is verified, or not enough to pay for the drafting too, that is asked for now and then only.
+    may join and leave at any time. The current survivals only rank (`selection.frontier`). What
+    drafting takes counts as well: of all lengths that may be asked for the best is, and one token
+    more; where none pays, one token now and then.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
@@ -166,18 +170,19 @@ class BudgetSchedule(_ConfidenceSchedule):
         super().__init__(max_tokens, costs)
         self.draft_costs = draft_costs or DraftCosts()
         self._past: dict[int, deque[list[float]]] = {}
-        self._longest: deque[int] = deque(maxlen=RECENT_ROUNDS)
-        self._rounds = 0
+        self._best_length = max_tokens
+        self._whole_drafts = self._rounds = self._asked = 0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
-        """Ask for a little more than was worth verifying lately."""
+        """Ask for the length that pays best by older rounds, and a little more."""
         asked = super().ask(rows)
-        if len(self._longest) < RECENT_ROUNDS:
-            return asked
-        self._rounds += 1
-        if not max(self._longest) and self._rounds % DRAFTS_APART:
-            return [0] * len(rows)
-        return [min(length, max(self._longest) + SPARE_TOKENS) for length in asked]
+        if self._whole_drafts >= WHOLE_DRAFTS:
+            self._rounds += 1
+            if not self._best_length and self._rounds % DRAFTS_APART:
+                return [0] * len(rows)
+            asked = [min(length, self._best_length + SPARE_TOKENS) for length in asked]
+        self._asked = max(asked, default=0)
+        return asked
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Spend the budget on the likeliest tokens of this round."""
@@ -186,8 +191,8 @@ class BudgetSchedule(_ConfidenceSchedule):
             self._older(row.row_id, draft, survival)
             for row, draft, survival in zip(rows, drafts, survivals, strict=True)
         ]
-        planned = best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n))
-        budget = sum(planned)
+        # What was asked for is known beforehand; what came of it may depend on the tokens drawn.
+        budget = sum(self._plan(rows, older, self._asked)[0])
         lengths = [0] * len(rows)
         for r, _ in islice(frontier(survivals), budget):
             lengths[r] += 1
@@ -197,10 +202,10 @@ class BudgetSchedule(_ConfidenceSchedule):
                 kept = AVERAGED + ROUNDS_BACK - 1
                 past = self._past.setdefault(row.row_id, deque(maxlen=kept))
                 past.append(survival)
-        lengths = self.probes.added(drafts, lengths)
         if any(draft.num_tokens for draft in drafts):
-            self._longest.append(max(lengths) if self._pays(rows, older, planned) else 0)
-        return lengths
+            self._whole_drafts += 1
+            self._best_length = self._length_to_ask(rows, older)
+        return self.probes.added(drafts, lengths)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Remember what a draft of this length took."""
@@ -211,16 +216,24 @@ class BudgetSchedule(_ConfidenceSchedule):
         super().free(row_id)
         self._past.pop(row_id, None)
 
-    def _pays(
-        self, rows: Sequence[RowState], older: Sequence[list[float]], planned: Sequence[int]
-    ) -> bool:
-        """Tell whether a plan outweighs drafting it: a round that is drafted has paid already."""
-        tokens = len(rows) + sum(
-            sum(row[:length]) for row, length in zip(older, planned, strict=True)
-        )
-        drafted = self.draft_costs.predict(max(planned) + SPARE_TOKENS)
-        seconds = tokens / self._rate(rows, tokens, sum(planned)) + drafted
-        return tokens / seconds > self._rate(rows, len(rows), 0)
+    def _plan(
+        self, rows: Sequence[RowState], older: Sequence[list[float]], asked: int
+    ) -> tuple[list[int], float]:
+        """Return the best lengths of drafts as in older rounds, and their tokens per second."""
+        draft_s = self.draft_costs.predict(asked)
+        planned = best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n, draft_s))
+        gained = sum(sum(row[:length]) for row, length in zip(older, planned, strict=True))
+        return planned, self._rate(rows, len(rows) + gained, sum(planned), draft_s)
+
+    def _length_to_ask(self, rows: Sequence[RowState], older: Sequence[list[float]]) -> int:
+        """Return the draft length worth most, of those older rounds tell of; 0 if none is."""
+        best, best_rate = 0, self._rate(rows, len(rows), 0)
+        for length in range(1, max(map(len, older)) + 1):
+            shorter = [row[:length] for row in older]
+            rate = self._plan(rows, shorter, length + SPARE_TOKENS)[1]
+            if rate > best_rate:
+                best, best_rate = length, rate
+        return best
 
     def _older(self, row_id: int, draft: Draft, survival: list[float]) -> list[float]:
         """Return what the row's draft looks like from older rounds."""
