@@ -1,6 +1,6 @@
 """Schedules decide by confidence: which tokens, how many, and what poor confidences may cost.
 
-What is drafted and accepted is simulated, so that what a confidence is worth is known. That sampling
+What is drafted and accepted is simulated, so that the worth of a confidence is known. That sampling
 is not biased is shown in tests/lossless/test_schedule_enumeration.py.
 """
 
@@ -240,11 +240,11 @@ def test_a_budget_asks_for_the_length_that_drafting_and_verifying_are_worth(
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.3 * (width - 2), num_rows=2))
     drafts = [Draft(3, 0, (0.9, 0.9, 0.1)), Draft(3, 0, (0.2, 0.2, 0.2))]
-    for _ in range(3):
-        first = schedule.cut(rows(2), drafts)
-    swapped = schedule.cut(rows(2), drafts[::-1])
-    assert first[0] > first[1]
-    assert swapped == first[::-1]
+    swapped: list[int] = []
+    for turn in (drafts, drafts, drafts, drafts[::-1]):
+        schedule.ask(rows(2))
+        first, swapped = swapped, schedule.cut(rows(2), turn)
+    assert first[0] > first[1] and swapped == first[::-1]  # noqa: PT018 - one fact
 
 
 def test_a_budget_survives_rows_that_join_and_leave() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROUNDS_BACK = 2
 """The budget of a round follows from confidences that are at least this many rounds old."""
 AVERAGED = 8
-"""Drafts of a row that its budget is averaged over."""
+"""Rounds whose drafts a row's budget is averaged over; where they held none, the latest counts."""
 WHOLE_DRAFTS, SPARE_TOKENS = 8, 1
 """First rounds that ask for all there is room for; later ones for the length that pays best, and
 this many tokens more, as what is not drafted tells nothing."""
@@ -147,9 +147,9 @@ class PrefixSchedule(_ConfidenceSchedule):
 class BudgetSchedule(_ConfidenceSchedule):
     """The deployed variant: how many tokens follows from older rounds, which ones from this one.
 
-    The budget is the best number over all, by the mean survivals of each row's drafts up to two of
-    them earlier; a row that has not drafted twice counts as drafts of its signal usually went. Rows
-    may join and leave at any time. The current survivals only rank (`selection.frontier`). What
+    The budget is the best number over all, by the mean survivals of each row's drafts up to two
+    rounds earlier; a row that had none counts as drafts of its signal usually went. Rows may join
+    and leave at any time. The current survivals only rank (`selection.frontier`). What
     drafting takes counts as well: of all lengths that may be asked for the best is, and one token
     more; where none pays, one token now and then.
 
@@ -169,16 +169,17 @@ class BudgetSchedule(_ConfidenceSchedule):
         """
         super().__init__(max_tokens, costs)
         self.draft_costs = draft_costs or DraftCosts()
-        self._past: dict[int, deque[list[float]]] = {}
+        self._past: dict[int, deque[tuple[int, list[float]]]] = {}
         self._best_length = max_tokens
-        self._whole_drafts = self._rounds = self._asked = 0
+        self._whole_drafts = self._rounds = self._idle = self._asked = 0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the length that pays best by older rounds, and a little more."""
         asked = super().ask(rows)
+        self._rounds += 1
         if self._whole_drafts >= WHOLE_DRAFTS:
-            self._rounds += 1
-            if not self._best_length and self._rounds % DRAFTS_APART:
+            self._idle = 0 if self._best_length else self._idle + 1
+            if self._idle % DRAFTS_APART:
                 return [0] * len(rows)
             asked = [min(length, self._best_length + SPARE_TOKENS) for length in asked]
         self._asked = max(asked, default=0)
@@ -201,7 +202,7 @@ class BudgetSchedule(_ConfidenceSchedule):
             if draft.confidence:
                 kept = AVERAGED + ROUNDS_BACK - 1
                 past = self._past.setdefault(row.row_id, deque(maxlen=kept))
-                past.append(survival)
+                past.append((self._rounds, survival))
         if any(draft.num_tokens for draft in drafts):
             self._whole_drafts += 1
             self._best_length = self._length_to_ask(rows, older)
@@ -240,13 +241,15 @@ class BudgetSchedule(_ConfidenceSchedule):
         if not draft.confidence:
             # An estimate from past rounds already.
             return survival
-        past = self._past.get(row_id)
-        if past is None or len(past) < ROUNDS_BACK:
+        past = self._past.get(row_id, ())
+        old = [(at, found) for at, found in past if at <= self._rounds - ROUNDS_BACK]
+        if not old:
             return self.estimates.expected(row_id, draft.signal, draft.num_tokens)
-        old = list(islice(past, len(past) - ROUNDS_BACK + 1))
+        recent = [found for at, found in old if at > self._rounds - ROUNDS_BACK - AVERAGED]
+        recent = recent or [old[-1][1]]
         means: list[float] = []
         for k in range(draft.num_tokens):
-            found = [survival[k] for survival in old if len(survival) > k]
+            found = [survival[k] for survival in recent if len(survival) > k]
             if not found:
                 break
             # Shorter drafts say nothing of later tokens, which survive no oftener than earlier.
