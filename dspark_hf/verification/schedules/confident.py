@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
+    from dspark_hf.verification.schedules.selection import Rate
 
 ROUNDS_BACK = 2
 """The budget of a round follows from confidences that are at least this many rounds old."""
@@ -79,13 +80,15 @@ class _ConfidenceSchedule:
             for row, draft in zip(rows, drafts, strict=True)
         ]
 
-    def _rate(
-        self, rows: Sequence[RowState], tokens: float, num_drafts: int, draft_s: float = 0.0
-    ) -> float:
-        """Return tokens per second, tau * SPS(N), of rounds that are drafted in `draft_s`."""
-        context = sum(row.context for row in rows)
-        verify_s = self.costs.predict(len(rows) + num_drafts, context, len(rows))
-        return tokens / (verify_s + draft_s)
+    def _rate(self, rows: Sequence[RowState], draft_s: float = 0.0) -> Rate:
+        """Return the tokens per second, tau * SPS(N), of rounds that are drafted in `draft_s`."""
+        num_rows, context = len(rows), sum(row.context for row in rows)
+
+        def rate(tokens: float, num_drafts: int) -> float:
+            verify_s = self.costs.predict(num_rows + num_drafts, context, num_rows)
+            return tokens / (verify_s + draft_s)
+
+        return rate
 
 
 class ThresholdSchedule(_ConfidenceSchedule):
@@ -134,10 +137,11 @@ class PrefixSchedule(_ConfidenceSchedule):
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Take tokens by descending survival while Theta = tau * SPS(N) grows."""
         lengths, tokens = [0] * len(rows), float(len(rows))
-        rate = self._rate(rows, tokens, 0)
+        rate_of = self._rate(rows)
+        rate = rate_of(tokens, 0)
         for r, survival in frontier(self._survivals(rows, drafts)):
             tokens += survival
-            longer = self._rate(rows, tokens, sum(lengths) + 1)
+            longer = rate_of(tokens, sum(lengths) + 1)
             if longer <= rate:
                 break
             lengths[r], rate = lengths[r] + 1, longer
@@ -221,14 +225,14 @@ class BudgetSchedule(_ConfidenceSchedule):
         self, rows: Sequence[RowState], older: Sequence[list[float]], asked: int
     ) -> tuple[list[int], float]:
         """Return the best lengths of drafts as in older rounds, and their tokens per second."""
-        draft_s = self.draft_costs.predict(asked)
-        planned = best_lengths(older, lambda tokens, n: self._rate(rows, tokens, n, draft_s))
+        rate = self._rate(rows, self.draft_costs.predict(asked))
+        planned = best_lengths(older, rate)
         gained = sum(sum(row[:length]) for row, length in zip(older, planned, strict=True))
-        return planned, self._rate(rows, len(rows) + gained, sum(planned), draft_s)
+        return planned, rate(len(rows) + gained, sum(planned))
 
     def _length_to_ask(self, rows: Sequence[RowState], older: Sequence[list[float]]) -> int:
         """Return the draft length worth most, of those older rounds tell of; 0 if none is."""
-        best, best_rate = 0, self._rate(rows, len(rows), 0)
+        best, best_rate = 0, self._rate(rows)(len(rows), 0)
         for length in range(1, max(map(len, older)) + 1):
             shorter = [row[:length] for row in older]
             rate = self._plan(rows, shorter, length + SPARE_TOKENS)[1]
