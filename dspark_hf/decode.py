@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dspark_hf.targets.base import Target
     from dspark_hf.verification.schedules.base import Schedule
 
+LAG_POWER = 8
+"""Exponent on a row's share of the most tokens any row has to go: half as many count nothing."""
+
 
 @dataclass(frozen=True)
 class Recheck:
@@ -47,6 +50,21 @@ class Recheck:
         return bool(best - second <= margin_limit(self.dtype, best, self.margin))
 
 
+def lag_weights(rows: Sequence[Row]) -> list[float]:
+    """Return what a token of each row is worth to a call that ends with its last row; mean 1.
+
+    A forward over two rows takes little longer than over one: what counts is the row with most to
+    go, and a row that is ahead gains nothing by getting further ahead. Rows without a limit count
+    alike.
+    """
+    limits = [row.criteria.max_tokens for row in rows]
+    left = [limit - len(row.ids) for row, limit in zip(rows, limits, strict=True) if limit]
+    if len(rows) < 2 or len(left) < len(rows) or min(left) == max(left):
+        return [1.0] * len(rows)
+    shares = [(tokens / max(left)) ** LAG_POWER for tokens in left]
+    return [share * len(rows) / sum(shares) for share in shares]
+
+
 @dataclass
 class Decoder:
     """What rows are decoded with; rows join by `start` and leave by `finish`.
@@ -61,6 +79,7 @@ class Decoder:
         trace: Told of every row's every round; None records nothing.
         on_failure: Told of a row whose own processors, criteria or streamer raise; the row is then
             finished and the others go on. None lets the error end the round.
+        ends_together: Whether everybody waits for the last row, as callers of `generate()` do.
     """
 
     target: Target
@@ -71,6 +90,7 @@ class Decoder:
     prefill_tokens: int | None = None
     trace: Callable[[RoundTrace], None] | None = None
     on_failure: Callable[[Row, Exception], None] | None = None
+    ends_together: bool = False
 
     def start(self, rows: Sequence[Row]) -> None:
         """Feed the rows' prompts and commit each row's first token."""
@@ -90,7 +110,11 @@ class Decoder:
             starting: Rows that are not `is_fed`, and how much each is fed at most; None for all.
         """
         begin = perf_counter()
-        states = [RowState(row.row_id, len(row.ids) - 1, row.room()) for row in rows]
+        weights = lag_weights(rows) if self.ends_together else [1.0] * len(rows)
+        states = [
+            RowState(row.row_id, len(row.ids) - 1, row.room(), weight)
+            for row, weight in zip(rows, weights, strict=True)
+        ]
         proposals = self._propose(rows, states)
         drafted = perf_counter()
         drafts = [

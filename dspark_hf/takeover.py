@@ -102,6 +102,7 @@ def decode_call(
             prefill_tokens=call.generation_config.prefill_chunk_size,
             reading=handle.sparse_reading(config),
         )
+        decoder.ends_together = True
         rows = generation.make_rows(handle.model, call, config)
         output = generation.decode(handle.model, call, rows, decoder)
         handle.metrics.add([row.record for row in rows])

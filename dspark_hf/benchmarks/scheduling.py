@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from dspark_hf.targets.base import Target
 
 SCHEDULES = ("auto", "budget", "prefix", "threshold")
-BATCHES = 2
-"""Batches of each size, of different prompts; the settings' limit may lower it."""
+BATCHES, PROMPTS = 2, 16
+"""Batches of each size at least, and prompts they hold together at least: a few single prompts
+would say how lucky a length is with them. The settings' limit may lower the batches."""
 OTHER_DRAFTS = 7
 """Longest draft of a drafter that has no block of its own."""
 SPLITS = (
@@ -102,7 +103,8 @@ def batch_items(bench: Bench) -> list[Item]:
     items = []
     for size in bench.settings.rows:
         group = f"{size} row" if size == 1 else f"{size} rows"
-        for turn in range(min(BATCHES, bench.settings.limit or BATCHES)):
+        batches = max(BATCHES, PROMPTS // size)
+        for turn in range(min(batches, bench.settings.limit or batches)):
             taken = [mixed[(turn * size + i) % len(mixed)] for i in range(size)]
             inputs = what.stacked([item.inputs["input_ids"][0] for item in taken], bench.pad_id)
             items.append(Item(f"{group}, batch {turn + 1}", group, inputs, tokens))

@@ -45,7 +45,9 @@ class StepCosts:
     """Seconds of a forward over N new tokens, per number of rows and range of cached context.
 
     A group that lacks a width borrows it from the nearest group that has it, scaled by a width
-    both know, so that neither growing context nor a row that leaves looks like growing width.
+    both know, so that neither growing context nor a row that leaves looks like growing width. What
+    a width seen once takes more than the others say counts half: after a single slow forward, as
+    the first of a width often is, it would never be tried again.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class StepCosts:
             seconds: What it took.
             num_rows: Rows among which the tokens were.
         """
-        group, cell = (_rows_cell(num_rows), _range(context)), _cell(num_tokens)
+        group, cell = (rows_cell(num_rows), _range(context)), _cell(num_tokens)
         widths = self._seconds.setdefault(group, {})
         widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
@@ -78,7 +80,7 @@ class StepCosts:
     def seed(
         self, entries: Sequence[StepSeconds], on_stale: Callable[[], None] | None = None
     ) -> None:
-        """Take over what a profile says; each entry counts as one observation.
+        """Take over what a profile says; each entry counts as one observation of what it took.
 
         Args:
             entries: Of the profile; those of an earlier one are dropped.
@@ -87,9 +89,10 @@ class StepCosts:
         self._drop_seeds()
         self._on_stale = on_stale
         for entry in entries:
-            group = (_rows_cell(entry.num_rows), _range(entry.context))
+            group = (rows_cell(entry.num_rows), _range(entry.context))
             self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
-            self._count(entry.num_rows, entry.num_tokens)
+            for _ in range(PLAIN_ROUNDS):
+                self._count(entry.num_rows, entry.num_tokens)
 
     @property
     def is_seeded(self) -> bool:
@@ -107,7 +110,7 @@ class StepCosts:
         Returns:
             float: Seconds; 1.0 before anything was measured.
         """
-        key = ((_rows_cell(num_rows), _range(context)), _cell(num_tokens))
+        key = ((rows_cell(num_rows), _range(context)), _cell(num_tokens))
         if key not in self._predicted:
             self._predicted[key] = self._predict(*key)
         return self._predicted[key]
@@ -124,7 +127,7 @@ class StepCosts:
         Returns:
             bool: True a few times in the life of a number of rows.
         """
-        plain, wide = self._counts.get(_rows_cell(num_rows), (0, 0))
+        plain, wide = self._counts.get(rows_cell(num_rows), (0, 0))
         return plain < PLAIN_ROUNDS and wide >= WIDE_ROUNDS + WIDE_ROUNDS_BETWEEN * plain
 
     def _predict(self, group: _Group, cell: int) -> float:
@@ -150,15 +153,21 @@ class StepCosts:
 
     def _known(self, group: _Group) -> dict[int, float]:
         seeds, times = self._seeds.get(group, {}), self._seconds.get(group, {})
-        return seeds | {
+        known = seeds | {
             cell: median([*found, seeds[cell]] if cell in seeds else found)
             for cell, found in times.items()
         }
+        once = {cell for cell, found in times.items() if len(found) == 1 and cell not in seeds}
+        settled = {cell: seconds for cell, seconds in known.items() if cell not in once}
+        if settled:
+            for cell in once:
+                known[cell] = min(known[cell], (known[cell] + _interpolate(settled, cell)) / 2)
+        return known
 
     def _count(self, num_rows: int, num_tokens: int) -> None:
-        plain, wide = self._counts.get(_rows_cell(num_rows), (0, 0))
+        plain, wide = self._counts.get(rows_cell(num_rows), (0, 0))
         is_plain = num_tokens == num_rows
-        self._counts[_rows_cell(num_rows)] = (plain + is_plain, wide + (not is_plain))
+        self._counts[rows_cell(num_rows)] = (plain + is_plain, wide + (not is_plain))
 
     def _compare(self, ratio: float) -> None:
         """Give the profile up when what is observed differs from it by too much."""
@@ -278,7 +287,8 @@ def _cell(num_tokens: int) -> int:
     return -(-num_tokens // 8) * 8
 
 
-def _rows_cell(num_rows: int) -> int:
+def rows_cell(num_rows: int) -> int:
+    """Return the cell of a number of rows: what is learned of it holds for all in the cell."""
     return num_rows if num_rows <= EXACT_ROWS else 1 << (num_rows - 1).bit_length()
 
 

@@ -156,7 +156,8 @@ def test_a_budget_follows_from_drafts_up_to_the_one_before_last() -> None:
         schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
     lengths = []
     for told in (good, good, bad, bad, *[bad] * 9, good, good):
-        (length,) = schedule.cut(rows(), [Draft(5, 0, told)])
+        schedule.ask(rows())
+        (length,) = schedule.cut(rows(), [Draft(5, 0, told, is_drawn=True)])
         lengths.append(length)
     assert lengths[2:4] == [5, 5], "all good up to the one before last"
     assert lengths[11:13] == [0, 0], "all bad, whatever the current one says"
@@ -167,44 +168,48 @@ def test_one_bad_draft_moves_a_budget_little() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.1 * (width - 1)))
     lengths = []
     for told in (*[(0.9,) * 5] * 8, (0.05,) * 5, *[(0.9,) * 5] * 4):
-        lengths += schedule.cut(rows(), [Draft(5, 0, told)])
+        schedule.ask(rows())
+        lengths += schedule.cut(rows(), [Draft(5, 0, told, is_drawn=True)])
     assert set(lengths[2:]) == {5}
+
+
+def test_the_budget_of_an_exempt_draft_follows_from_its_own_confidences() -> None:
+    schedule = BudgetSchedule(8, known(lambda width: 1 + 0.1 * (width - 1)))
+    lengths = []
+    for told in (*[(0.9,) * 5] * 8, (0.9, 0.05, 0.9, 0.9, 0.9), (0.9,) * 5):
+        schedule.ask(rows())
+        lengths += schedule.cut(rows(), [Draft(5, 0, told)])
+    assert lengths == [5] * 8 + [1, 5]
+
+
+def ask_and_cut(schedule: BudgetSchedule, told: float) -> int:
+    """Draft what is asked for, every token with this confidence; return how much it was."""
+    (asked,) = schedule.ask(rows())
+    if asked:
+        schedule.observe_draft(asked, 0.01 * asked)
+    schedule.cut(rows(), [Draft(asked, 0, (told,) * asked)])
+    return asked
 
 
 def test_a_budget_asks_for_little_more_than_it_verifies_and_grows_again() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.2 * (width - 1)))
-    for _ in range(6):
-        schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
-
-    def after(told: float, num_rounds: int) -> int:
-        for _ in range(num_rounds):
-            (asked,) = schedule.ask(rows())
-            schedule.cut(rows(), [Draft(asked, 0, (told,) * asked)])
-        return asked
-
-    assert schedule.ask(rows()) == [8]
-    assert after(0.45, 30) <= 3
-    assert after(0.99, 60) == 8
+    assert [ask_and_cut(schedule, 0.45) for _ in range(30)][-1] <= 3
+    assert [ask_and_cut(schedule, 0.99) for _ in range(60)][-1] == 8
 
 
-def test_a_budget_that_buys_nothing_drafts_now_and_then_and_comes_back() -> None:
+def test_a_budget_that_buys_nothing_drafts_ever_more_seldom_and_comes_back() -> None:
     schedule = BudgetSchedule(8, known(lambda width: 0.6 + 0.4 * width))
     for _ in range(6):
+        # Probes have failed often enough to stay away.
         schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
-
-    def asked(told: float, num_rounds: int) -> list[int]:
-        lengths = []
-        for _ in range(num_rounds):
-            (length,) = schedule.ask(rows())
-            schedule.cut(rows(), [Draft(length, 0, (told,) * length)])
-            lengths.append(length)
-        return lengths
-
-    assert asked(0.1, 9)[0] == 8
-    idle = asked(0.1, 64)
-    assert set(idle) == {0, 1}
-    assert sum(idle) == 8
-    assert asked(0.99, 200)[-1] >= 7
+    asked = [ask_and_cut(schedule, 0.1) for _ in range(200)]
+    assert asked[0] == PROBE_TOKENS
+    drafted = [i for i, length in enumerate(asked) if length]
+    assert all(asked[i] == 1 for i in drafted[1:])
+    assert [after - before for before, after in itertools.pairwise(drafted)] == [8, 16, 32, 64, 64]
+    # The latest drafts outvote the poor ones, one at a time until they do.
+    asked = [ask_and_cut(schedule, 0.99) for _ in range(600)]
+    assert asked[-1] >= 7
 
 
 @pytest.mark.parametrize(("draft_s", "pays"), [(0.0, True), (0.1, True), (0.6, False)])
@@ -220,7 +225,7 @@ def test_a_budget_weighs_drafting_as_well(draft_s: float, pays: bool) -> None:
 
 def worth(length: int, token_s: float) -> float:
     """Return the tokens per second of rounds of so many drafts, in the next test."""
-    draft_s = 0.6 + token_s * max(min(length + 1, 8), 2) if length else 0.0
+    draft_s = 0.6 + token_s * max(length, 2) if length else 0.0
     return sum(0.8**k for k in range(length + 1)) / (1 + 0.01 * (length + 1) + draft_s)
 
 
@@ -231,10 +236,12 @@ def test_a_budget_asks_for_the_length_that_drafting_and_verifying_are_worth(
     schedule = BudgetSchedule(8, known(lambda width: 1 + 0.01 * width), DraftCosts(8, grows=True))
     for length in (2, 8):
         schedule.observe_draft(length, 0.6 + token_s * length)
-    for _ in range(40):
-        (asked,) = schedule.ask(rows())
-        schedule.cut(rows(), [Draft(asked, 0, (0.8,) * asked)])
-    assert schedule._best_length == expected == max(range(9), key=lambda n: worth(n, token_s))
+        schedule.observe_draft(length, 0.6 + token_s * length)
+    schedule.ask(rows())
+    schedule.cut(rows(), [Draft(8, 0, (0.8,) * 8)])
+    schedule.observe([RowOutcome(0, 0, 1, 1, (0.8,))], 2, 100, None)
+    assert schedule.ask(rows()) == [expected]
+    assert expected == max(range(9), key=lambda n: worth(n, token_s))
 
 
 def test_the_current_confidences_rank_what_the_budget_buys() -> None:

@@ -99,6 +99,24 @@ def test_a_row_that_leaves_does_not_make_width_look_free() -> None:
     assert costs.predict(12, 100, 3) == pytest.approx(12.0)
 
 
+def test_one_slow_forward_of_a_width_counts_half_until_there_is_another() -> None:
+    costs = StepCosts()
+    for width in (1, 1, 3, 3):
+        costs.observe(width, 100, 1.0)
+    costs.observe(2, 100, 2.0)
+    assert costs.predict(2, 100) == pytest.approx(1.5)
+    costs.observe(2, 100, 2.0)
+    assert costs.predict(2, 100) == 2.0
+
+
+def test_one_fast_forward_of_a_width_counts_in_full() -> None:
+    costs = StepCosts()
+    for width in (1, 1, 3, 3):
+        costs.observe(width, 100, 1.0)
+    costs.observe(2, 100, 0.8)
+    assert costs.predict(2, 100) == 0.8
+
+
 def test_more_rows_than_a_few_share_cells() -> None:
     costs = StepCosts()
     costs.observe(16, 100, 5.0, num_rows=5)
@@ -167,6 +185,17 @@ def test_a_profile_is_believed_before_anything_is_observed_and_fades_behind_what
     for _ in range(KEPT):
         costs.observe(4, 100, 1.3)
     assert costs.predict(4, 100) == 1.3
+
+
+def test_a_profile_of_plain_forwards_saves_rounds_without_drafts() -> None:
+    costs = StepCosts()
+    costs.seed([StepSeconds(1, 1, 100, 1.0), StepSeconds(1, 4, 100, 1.2)])
+    for _ in range(200):
+        costs.observe(4, 100, 1.2)
+    assert not costs.needs_plain(1)
+    for _ in range(200):
+        costs.observe(8, 100, 1.2, num_rows=2)
+    assert costs.needs_plain(2)
 
 
 def test_a_contradicted_profile_is_dropped_and_reported_once() -> None:

@@ -70,6 +70,27 @@ def test_a_paused_schedule_tries_again_when_the_text_changes() -> None:
     assert run.share_verifying(700) > 0.8
 
 
+def test_a_small_gain_of_many_rows_is_taken() -> None:
+    # One in two is accepted for a third of a token's time: eight rows' luck must not pause it.
+    run = Simulation(
+        cost_aware(), lambda width: 1 + 0.2 * (width - 8) / 8,
+        accept=lambda i, row: 0.5, draft_s=lambda length: 0.1, num_rows=8,
+    )  # fmt: skip
+    run.run(600)
+    assert run.share_verifying(100) > 0.9
+    assert run.speed_up > 1.1
+
+
+def test_a_pause_with_many_rows_is_none_with_one() -> None:
+    schedule = cost_aware()
+    many = Simulation(schedule, proportional, accept=lambda i, row: 0.5, num_rows=8)
+    many.run(200)
+    assert many.share_verifying(100) < 0.1
+    one = Simulation(schedule, nearly_flat, accept=lambda i, row: 0.5)
+    one.run(40)
+    assert one.share_verifying(10) > 0.9
+
+
 def test_a_schedule_that_may_not_pause_always_verifies_something() -> None:
     run = Simulation(cost_aware(may_pause=False), proportional, accept=lambda i, row: 0.0)
     run.run(100)

@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
     from dspark_hf.verification.schedules.base import Draft, RowOutcome
 
-START_CREDIT, MOST_CREDIT = 0.5, 2.0
-"""Tokens a signal may lose before it is paused, at first and after wins."""
+START_CREDIT, MOST_CREDIT = 0.5, 3.0
+"""Tokens a row a signal may lose before it is paused, at first and after wins."""
 WORST_STREAK = 4
 """Rounds without an accepted token that a signal may survive after wins, whatever they cost."""
 PROBE_CREDIT = 1.5
 """Credit at which a signal is tried although its estimate speaks against it."""
 REFILL = 0.02
-"""Credit a held-back proposal earns, in tokens: the share of speed that trying again may cost."""
+"""Credit a held-back signal earns a round, in tokens: the share of speed another try may cost."""
 WORST_ROUND = 20.0
 """Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
 PROBE_TOKENS = 4
@@ -28,6 +28,8 @@ that failed, up to the latest; the soonest again after one that was accepted as 
 
 class Accounts:
     """Accepted drafts are earned, the plain tokens their seconds would have bought are spent.
+
+    All is counted in tokens a row, so that a round of many rows weighs as much as a round of one.
 
     A signal in debt is paused and earns its next try slowly, so that text on which drafting never
     pays loses a few tokens and then about `REFILL` of its speed, whatever the estimates say.
@@ -60,9 +62,16 @@ class Accounts:
             credit = self._of(signal)
             self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
 
-    def settle(self, signal: int, accepted: int, spent: float) -> None:
-        """Book a draft: the tokens it brought, and what it cost in tokens."""
-        credit = self._of(signal) + max(accepted - spent, -WORST_ROUND)
+    def settle(self, signal: int, accepted: int, spent: float, share: float = 1.0) -> None:
+        """Book a draft: the tokens it brought, and what it cost in tokens.
+
+        Args:
+            signal: Of the draft.
+            accepted: Tokens it brought.
+            spent: Tokens of the row that plain decoding would have had in the time it took.
+            share: Of the round's rows, as what counts is the time of all of them.
+        """
+        credit = self._of(signal) + share * max(accepted - spent, -WORST_ROUND)
         self._credit[signal] = min(credit, max(MOST_CREDIT, WORST_STREAK * spent))
 
     def _of(self, signal: int) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.costs import DraftCosts
+from dspark_hf.verification.costs import DraftCosts, rows_cell
 from dspark_hf.verification.schedules.accounts import Accounts
+from dspark_hf.verification.schedules.asking import length_to_ask
+from dspark_hf.verification.schedules.base import weighted
 from dspark_hf.verification.schedules.selection import adaptive_lengths
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -27,7 +29,8 @@ class CostAwareSchedule:
     Survival comes from the drafter's confidences, calibrated by what was accepted, or from past
     rounds where it gives none. Exempt drafts get the best number over all lengths; of drawn ones
     no more is used than has been chosen (`selection.adaptive_lengths`). Each signal keeps an
-    account of what drafting brought and cost, drafts that were not verified included.
+    account of what drafting brought and cost, drafts that were not verified included: one for each
+    number of rows, as what pays for one row may not for sixteen.
 
     Source: the paper's Algorithm 1 (arXiv:2607.05147), with the best prefix of the ranking taken
     over all lengths instead of up to the first drop.
@@ -53,40 +56,44 @@ class CostAwareSchedule:
         self.costs = costs
         self.draft_costs = draft_costs or DraftCosts()
         self.estimates = SurvivalEstimates()
-        self.accounts = Accounts(may_pause=may_pause)
+        self.may_pause = may_pause
+        self._accounts: dict[int, Accounts] = {}
         self._drafts: dict[int, Draft] = {}
+        self._asked = 0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the common length that promises most, drafting cost included."""
         room = [min(self.max_tokens, row.room) for row in rows]
-        longest = max(room, default=0)
-        if self.accounts.may_pause and self.costs.needs_plain(len(rows)):
-            return [0] * len(rows)
+        self._asked = self._length(rows, room) if any(room) else 0
+        return [min(self._asked, most) for most in room]
+
+    def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
+        longest = max(room)
+        if self.may_pause and self.costs.needs_plain(len(rows)):
+            return 0
         if probe := self.draft_costs.probe(longest):
-            return [min(probe, most) for most in room]
-        step = self._step_s(rows, 0)
-        if longest == 0 or self.draft_costs.predict(longest) < CHEAP * step:
-            return room
-        signal = self.estimates.usual_signal()
-        best, best_rate = 0, len(rows) / step * MIN_GAIN
-        for length, rate in enumerate(self._rates(rows, room, signal), start=1):
-            if rate > best_rate:
-                best, best_rate = length, rate
-        best = self.accounts.allowed(signal, best)
+            return probe
+        if self.draft_costs.predict(longest) < CHEAP * self._step_s(rows, 0):
+            return longest
+        best = length_to_ask(
+            rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
+        )
+        signal, accounts = self.estimates.usual_signal(), self._accounts_of(len(rows))
+        best = accounts.allowed(signal, best)
         if best == 0:
-            self.accounts.refill({signal})
-        elif self.draft_costs.is_whole:
-            best = longest
-        return [min(best, most) for most in room]
+            accounts.refill({signal})
+        return longest if best and self.draft_costs.is_whole else best
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Verify what promises most; a signal that is held back long enough gets a probe."""
-        estimates = self.estimates
+        estimates, accounts = self.estimates, self._accounts_of(len(rows))
+        # What was asked for is known beforehand; what came of it may depend on the tokens drawn.
+        draft_s = self.draft_costs.predict(self._asked)
         survivals = [
             estimates.survival(row.row_id, draft) for row, draft in zip(rows, drafts, strict=True)
         ]
         active = [
-            [] if self.accounts.is_paused(draft.signal) else survival
+            [] if accounts.is_paused(draft.signal) else survival
             for draft, survival in zip(drafts, survivals, strict=True)
         ]
         expected = [
@@ -95,9 +102,9 @@ class CostAwareSchedule:
         ]
         lengths = adaptive_lengths(
             drafts,
-            active,
-            expected,
-            lambda tokens, count: tokens / self._step_s(rows, count),
+            weighted(rows, active),
+            weighted(rows, expected),
+            lambda tokens, count: tokens / (draft_s + self._step_s(rows, count)),
             min_gain=MIN_GAIN,
         )
         idle = {d.signal for d, n in zip(drafts, lengths, strict=True) if d.num_tokens and not n}
@@ -105,10 +112,10 @@ class CostAwareSchedule:
         if hopeful and not any(lengths):
             favourite = max(hopeful, key=lambda r: active[r][0])
             signal = drafts[favourite].signal
-            tried = self.accounts.allowed(signal, 0)
+            tried = accounts.allowed(signal, 0)
             lengths[favourite] = min(tried, drafts[favourite].num_tokens)
             idle -= {signal} if tried else set()
-        self.accounts.refill(idle)
+        accounts.refill(idle)
         for row, draft in zip(rows, drafts, strict=True):
             estimates.note(row.row_id, draft)
         self._drafts = {row.row_id: draft for row, draft in zip(rows, drafts, strict=True)}
@@ -135,12 +142,13 @@ class CostAwareSchedule:
         per_verified = wider / plain * num_rows / max(verified, 1)
         drafting_s = self.draft_costs.predict(max(drafted.values()))
         drafting = drafting_s / plain * num_rows / sum(drafted.values())
+        accounts = self._accounts_of(num_rows)
         for outcome in outcomes:
             # What is drafted in any case is free for a held-back signal, or it would never return.
             is_paid = outcome.verified > 0 or drafting_s >= CHEAP * plain
             if is_paid and outcome.row_id in drafted:
                 spent = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
-                self.accounts.settle(outcome.signal, outcome.accepted, spent)
+                accounts.settle(outcome.signal, outcome.accepted, spent, 1 / num_rows)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Remember what a draft of this length took."""
@@ -155,27 +163,8 @@ class CostAwareSchedule:
         context = sum(row.context for row in rows)
         return self.costs.predict(len(rows) + num_drafts, context, len(rows))
 
-    def _rates(self, rows: Sequence[RowState], room: Sequence[int], signal: int) -> list[float]:
-        """Return tokens per second of drafting 1, 2, ... tokens a row, over drafts that may come.
-
-        Of each draft the part is counted that would be verified.
-        """
-        longest = max(room)
-        steps = [
-            self._step_s(rows, sum(min(length, most) for most in room))
-            for length in range(longest + 1)
-        ]
-        drafting = [self.draft_costs.predict(length) for length in range(1, longest + 1)]
-        likely = [self.estimates.likely(row.row_id, signal, longest) for row in rows]
-        tokens_of, seconds_of = [0.0] * longest, [0.0] * longest
-        for drafts in zip(*likely, strict=True):
-            expected = best_tokens = float(len(rows))
-            best_step = steps[0]
-            for k in range(longest):
-                pairs = zip(drafts, room, strict=True)
-                expected += sum(draft[k] for draft, most in pairs if k < most)
-                if expected * best_step > best_tokens * steps[k + 1]:
-                    best_tokens, best_step = expected, steps[k + 1]
-                tokens_of[k] += best_tokens
-                seconds_of[k] += best_step + drafting[k]
-        return [tokens / seconds for tokens, seconds in zip(tokens_of, seconds_of, strict=True)]
+    def _accounts_of(self, num_rows: int) -> Accounts:
+        cell = rows_cell(num_rows)
+        if cell not in self._accounts:
+            self._accounts[cell] = Accounts(may_pause=self.may_pause)
+        return self._accounts[cell]

@@ -24,11 +24,21 @@ class RowState:
         row_id: The row.
         context: Tokens it has cached.
         room: Most draft tokens it may verify.
+        weight: What a token of this row is worth beside those of others; 1 on average.
     """
 
     row_id: int
     context: int
     room: int
+    weight: float = 1.0
+
+
+def weighted(rows: Sequence[RowState], survivals: Sequence[list[float]]) -> list[list[float]]:
+    """Return what each draft token is expected to bring: survivals times the row's weight."""
+    return [
+        [row.weight * survival for survival in found] if row.weight != 1.0 else found
+        for row, found in zip(rows, survivals, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

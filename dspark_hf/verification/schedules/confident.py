@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from dspark_hf.verification.costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Probes
+from dspark_hf.verification.schedules.asking import length_to_ask
+from dspark_hf.verification.schedules.base import weighted
 from dspark_hf.verification.schedules.selection import best_lengths, frontier
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -27,11 +29,9 @@ ROUNDS_BACK = 2
 """The budget of a round follows from confidences that are at least this many rounds old."""
 AVERAGED = 8
 """Rounds whose drafts a row's budget is averaged over; where they held none, the latest counts."""
-WHOLE_DRAFTS, SPARE_TOKENS = 8, 1
-"""First rounds that ask for all there is room for; later ones for the length that pays best, and
-this many tokens more, as what is not drafted tells nothing."""
-DRAFTS_APART = 8
-"""Rounds from one draft to the next while none is worth verifying: drafting costs as well."""
+DRAFTS_APART, FURTHEST_APART = 8, 64
+"""Rounds from one draft to the next while none is worth verifying: drafting costs as well. Each
+that changes nothing doubles them, up to the furthest."""
 
 
 class _ConfidenceSchedule:
@@ -151,11 +151,11 @@ class PrefixSchedule(_ConfidenceSchedule):
 class BudgetSchedule(_ConfidenceSchedule):
     """The deployed variant: how many tokens follows from older rounds, which ones from this one.
 
-    The budget is the best number over all, by the mean survivals of each row's drafts up to two
-    rounds earlier; a row that had none counts as drafts of its signal usually went. Rows may join
-    and leave at any time. The current survivals only rank (`selection.frontier`). What
-    drafting takes counts as well: of all lengths that may be asked for the best is, and one token
-    more; where none pays, one token now and then.
+    The budget is the best number over all: for a drawn draft by the mean survivals of the row's
+    drafts up to two rounds earlier, where a row that had none counts as drafts of its signal
+    usually went; for an exempt one by its own. Rows may join and leave at any time. The current
+    survivals of drawn drafts only rank (`selection.frontier`). What drafting takes counts as well:
+    of all lengths the best is asked for; where none pays, one token now and then.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
@@ -174,32 +174,42 @@ class BudgetSchedule(_ConfidenceSchedule):
         super().__init__(max_tokens, costs)
         self.draft_costs = draft_costs or DraftCosts()
         self._past: dict[int, deque[tuple[int, list[float]]]] = {}
-        self._best_length = max_tokens
-        self._whole_drafts = self._rounds = self._idle = self._asked = 0
+        self._rounds = self._idle = self._asked = 0
+        self._apart = DRAFTS_APART
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
-        """Ask for the length that pays best by older rounds, and a little more."""
-        asked = super().ask(rows)
+        """Ask for the length that pays best by past rounds."""
         self._rounds += 1
-        if self._whole_drafts >= WHOLE_DRAFTS:
-            self._idle = 0 if self._best_length else self._idle + 1
-            if self._idle % DRAFTS_APART:
-                return [0] * len(rows)
-            asked = [min(length, self._best_length + SPARE_TOKENS) for length in asked]
-        self._asked = max(asked, default=0)
-        return asked
+        room = super().ask(rows)
+        self._asked = self._length(rows, room) if any(room) else 0
+        return [min(self._asked, most) for most in room]
+
+    def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
+        longest = max(room)
+        if probe := self.draft_costs.probe(longest):
+            return probe
+        best = length_to_ask(rows, room, self.estimates, self.costs, self.draft_costs)
+        if best:
+            self._idle, self._apart = 0, DRAFTS_APART
+            return longest if self.draft_costs.is_whole else best
+        self._idle += 1
+        if self._idle < self._apart:
+            return 0
+        self._idle, self._apart = 0, min(2 * self._apart, FURTHEST_APART)
+        return 1
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Spend the budget on the likeliest tokens of this round."""
         survivals = self._survivals(rows, drafts)
-        older = [
-            self._older(row.row_id, draft, survival)
+        known = [
+            self._older(row.row_id, draft, survival) if draft.is_drawn else survival
             for row, draft, survival in zip(rows, drafts, survivals, strict=True)
         ]
         # What was asked for is known beforehand; what came of it may depend on the tokens drawn.
-        budget = sum(self._plan(rows, older, self._asked)[0])
+        rate = self._rate(rows, self.draft_costs.predict(self._asked))
+        budget = sum(best_lengths(weighted(rows, known), rate))
         lengths = [0] * len(rows)
-        for r, _ in islice(frontier(survivals), budget):
+        for r, _ in islice(frontier(weighted(rows, survivals)), budget):
             lengths[r] += 1
         for row, draft, survival in zip(rows, drafts, survivals, strict=True):
             self.estimates.note(row.row_id, draft)
@@ -207,9 +217,6 @@ class BudgetSchedule(_ConfidenceSchedule):
                 kept = AVERAGED + ROUNDS_BACK - 1
                 past = self._past.setdefault(row.row_id, deque(maxlen=kept))
                 past.append((self._rounds, survival))
-        if any(draft.num_tokens for draft in drafts):
-            self._whole_drafts += 1
-            self._best_length = self._length_to_ask(rows, older)
         return self.probes.added(drafts, lengths)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
@@ -220,25 +227,6 @@ class BudgetSchedule(_ConfidenceSchedule):
         """Forget a row."""
         super().free(row_id)
         self._past.pop(row_id, None)
-
-    def _plan(
-        self, rows: Sequence[RowState], older: Sequence[list[float]], asked: int
-    ) -> tuple[list[int], float]:
-        """Return the best lengths of drafts as in older rounds, and their tokens per second."""
-        rate = self._rate(rows, self.draft_costs.predict(asked))
-        planned = best_lengths(older, rate)
-        gained = sum(sum(row[:length]) for row, length in zip(older, planned, strict=True))
-        return planned, rate(len(rows) + gained, sum(planned))
-
-    def _length_to_ask(self, rows: Sequence[RowState], older: Sequence[list[float]]) -> int:
-        """Return the draft length worth most, of those older rounds tell of; 0 if none is."""
-        best, best_rate = 0, self._rate(rows)(len(rows), 0)
-        for length in range(1, max(map(len, older)) + 1):
-            shorter = [row[:length] for row in older]
-            rate = self._plan(rows, shorter, length + SPARE_TOKENS)[1]
-            if rate > best_rate:
-                best, best_rate = length, rate
-        return best
 
     def _older(self, row_id: int, draft: Draft, survival: list[float]) -> list[float]:
         """Return what the row's draft looks like from older rounds."""

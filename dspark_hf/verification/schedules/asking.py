@@ -1,0 +1,100 @@
+"""How many tokens to ask a drafter for: the length that promises most, drafting included."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from dspark_hf.verification.schedules.base import weighted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dspark_hf.verification.costs import DraftCosts, StepCosts
+    from dspark_hf.verification.schedules.base import RowState
+    from dspark_hf.verification.survival import SurvivalEstimates
+
+Drafts = list[list[float]]
+"""Drafts that may come together: survivals per row."""
+
+
+def length_to_ask(
+    rows: Sequence[RowState],
+    room: Sequence[int],
+    estimates: SurvivalEstimates,
+    costs: StepCosts,
+    draft_costs: DraftCosts,
+    *,
+    min_gain: float = 1.0,
+) -> int:
+    """Return the common draft length worth most, of what past rounds tell; 0 if none pays.
+
+    Args:
+        rows: Of the round.
+        room: Most tokens each may be asked for.
+        estimates: What is known of drafts.
+        costs: Of verifying.
+        draft_costs: Of drafting; something must have been measured.
+        min_gain: How many times plain decoding's speed drafting must promise.
+
+    Returns:
+        int: Tokens, up to the longest room.
+    """
+    count, longest = len(rows), max(room)
+    context, signal = sum(row.context for row in rows), estimates.usual_signal()
+    steps = [costs.predict(count + n, context, count) for n in range(sum(room) + 1)]
+    drafting = [draft_costs.predict(length) for length in range(1, longest + 1)]
+    likely = [
+        weighted([row] * len(found), found)
+        for row in rows
+        for found in [estimates.likely(row.row_id, signal, longest)]
+    ]
+    best, best_rate = 0, count / steps[0] * min_gain
+    for length, rate in enumerate(rates_by_length(_together(likely, room), steps, drafting), 1):
+        if rate > best_rate:
+            best, best_rate = length, rate
+    return best
+
+
+def rates_by_length(
+    rounds: Sequence[Drafts], steps: Sequence[float], drafting: Sequence[float]
+) -> list[float]:
+    """Return tokens per second of drafting 1, 2, ... tokens a row, over rounds that may come.
+
+    Of each round the tokens are counted that would be verified: those that pay.
+
+    Args:
+        rounds: Drafts that may come.
+        steps: Seconds of verifying 0, 1, ... draft tokens.
+        drafting: Seconds of drafting 1, 2, ... tokens a row.
+
+    Returns:
+        list[float]: One rate per entry of `drafting`.
+    """
+    rates = []
+    for length, draft_s in enumerate(drafting, start=1):
+        tokens = seconds = 0.0
+        for drafts in rounds:
+            ranked = sorted((s for row in drafts for s in row[:length]), reverse=True)
+            gained = accumulate(ranked, initial=float(len(drafts)))
+            paired = ((found, draft_s + step) for found, step in zip(gained, steps, strict=False))
+            found, took = max(paired, key=lambda pair: pair[0] / pair[1])
+            tokens, seconds = tokens + found, seconds + took
+        rates.append(tokens / seconds)
+    return rates
+
+
+def _together(likely: Sequence[Sequence[list[float]]], room: Sequence[int]) -> list[Drafts]:
+    """Make rounds of the drafts each row may have, unlike ones together.
+
+    Rows are not lucky all at once; with several of them, few rounds show what to expect.
+    """
+    count = len(likely)
+    num_rounds = max(1, max(map(len, likely)) // count)
+    return [
+        [
+            drafts[(turn * count + r) % len(drafts)][:most]
+            for r, (drafts, most) in enumerate(zip(likely, room, strict=True))
+        ]
+        for turn in range(num_rounds)
+    ]

@@ -1,0 +1,76 @@
+"""How much is asked for: the length that pays over drafts that may come together."""
+
+from __future__ import annotations
+
+import pytest
+
+from dspark_hf.verification.costs import DraftCosts
+from dspark_hf.verification.schedules.asking import length_to_ask, rates_by_length
+from dspark_hf.verification.schedules.base import Draft, RowState
+from dspark_hf.verification.survival import SurvivalEstimates
+from simulation import known, rows
+
+
+def estimates_of(*drafts: tuple[float, ...]) -> SurvivalEstimates:
+    """Estimates that have seen drafts with these confidences, and one that was verified."""
+    estimates = SurvivalEstimates()
+    for told in drafts:
+        estimates.note(0, Draft(len(told), 0, told))
+    return estimates
+
+
+def test_a_rate_counts_the_tokens_that_pay_and_the_drafting_of_all() -> None:
+    # One draft of survivals 0.9 and 0.1; the second token is not worth its step.
+    rates = rates_by_length([[[0.9, 0.1]]], [1.0, 1.1, 1.5], [0.1, 0.2])
+    assert rates == pytest.approx([1.9 / 1.2, 1.9 / 1.3])
+
+
+def test_a_rate_is_over_all_rounds_and_not_a_mean_of_rates() -> None:
+    rounds = [[[1.0]], [[0.0]]]
+    assert rates_by_length(rounds, [1.0, 1.5], [0.5]) == pytest.approx([3.0 / (2.0 + 1.5)])
+
+
+def test_the_length_follows_what_drafting_and_verifying_cost() -> None:
+    estimates = estimates_of(*[(0.8,) * 8] * 4)
+    costs = known(lambda width: 1 + 0.01 * width)
+    found = []
+    for token_s in (0.0, 0.3, 2.0):
+        drafting = DraftCosts(8, grows=True)
+        for length in (2, 8):
+            drafting.observe(length, token_s * length)
+        found.append(length_to_ask(rows(), [8], estimates, costs, drafting))
+    assert found[0] == 8
+    assert 1 <= found[1] < 8
+    assert found[2] == 0
+
+
+def test_rows_are_not_lucky_all_at_once() -> None:
+    # Half of the drafts are good. Two rows seldom are together, so that a step which pays for two
+    # good drafts only does not pay.
+    estimates = estimates_of(*[(0.99,), (0.01,)] * 8)
+    costs = known(lambda width: 1.0 if width < 4 else 9.0, num_rows=2)
+    drafting = DraftCosts(1)
+    drafting.observe(1, 0.3)
+    assert length_to_ask(rows(2), [1, 1], estimates, costs, drafting) == 1
+    assert length_to_ask(rows(2), [1, 1], estimates, costs, drafting, min_gain=1.3) == 0
+
+
+def test_a_row_without_room_is_not_counted() -> None:
+    estimates = estimates_of((0.9,) * 4)
+    costs = known(lambda width: 1 + 0.05 * width, num_rows=2)
+    drafting = DraftCosts(4)
+    drafting.observe(4, 0.8)
+    both = length_to_ask(rows(2), [4, 4], estimates, costs, drafting)
+    one = length_to_ask(rows(2), [4, 0], estimates, costs, drafting, min_gain=1.5)
+    assert both == 4
+    assert one == 0
+
+
+def test_a_row_that_counts_nothing_is_not_asked_for() -> None:
+    estimates = estimates_of((0.9,) * 4)
+    costs = known(lambda width: 1 + 0.2 * width)
+    drafting = DraftCosts(4)
+    drafting.observe(4, 0.1)
+    light, heavy = RowState(0, 100, 8, weight=0.01), RowState(0, 100, 8, weight=1.5)
+    assert length_to_ask([heavy], [4], estimates, costs, drafting) == 4
+    assert length_to_ask([light], [4], estimates, costs, drafting) == 0
