@@ -103,7 +103,7 @@ def batch_items(bench: Bench) -> list[Item]:
     items = []
     for size in bench.settings.rows:
         group = f"{size} row" if size == 1 else f"{size} rows"
-        batches = max(BATCHES, PROMPTS // size)
+        batches = max(BATCHES, -(-PROMPTS // size))
         for turn in range(min(batches, bench.settings.limit or batches)):
             taken = [mixed[(turn * size + i) % len(mixed)] for i in range(size)]
             inputs = what.stacked([item.inputs["input_ids"][0] for item in taken], bench.pad_id)

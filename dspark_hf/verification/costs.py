@@ -58,6 +58,7 @@ class StepCosts:
         self._ratios: deque[float] = deque(maxlen=RATIOS_KEPT)
         self._on_stale: Callable[[], None] | None = None
         self._predicted: dict[tuple[_Group, int], float] = {}
+        self._medians: dict[_Group, dict[int, float]] = {}
 
     def observe(self, num_tokens: int, context: int, seconds: float, num_rows: int = 1) -> None:
         """Add one measured forward.
@@ -72,6 +73,7 @@ class StepCosts:
         widths = self._seconds.setdefault(group, {})
         widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
+        self._medians.pop(group, None)
         self._count(num_rows, num_tokens)
         seed = self._seeds.get(group, {}).get(cell)
         if seed is not None:
@@ -80,7 +82,7 @@ class StepCosts:
     def seed(
         self, entries: Sequence[StepSeconds], on_stale: Callable[[], None] | None = None
     ) -> None:
-        """Take over what a profile says; each entry counts as one observation of what it took.
+        """Take over what a profile says; each entry counts as one observation.
 
         Args:
             entries: Of the profile; those of an earlier one are dropped.
@@ -91,8 +93,6 @@ class StepCosts:
         for entry in entries:
             group = (rows_cell(entry.num_rows), _range(entry.context))
             self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
-            for _ in range(PLAIN_ROUNDS):
-                self._count(entry.num_rows, entry.num_tokens)
 
     @property
     def is_seeded(self) -> bool:
@@ -115,7 +115,7 @@ class StepCosts:
             self._predicted[key] = self._predict(*key)
         return self._predicted[key]
 
-    def needs_plain(self, num_rows: int) -> bool:
+    def needs_plain(self, num_rows: int, context: int) -> bool:
         """Tell whether a round without drafts is due: what drafts are compared with.
 
         A schedule that drafts from the first round on would otherwise never see one, and could
@@ -123,10 +123,14 @@ class StepCosts:
 
         Args:
             num_rows: Rows of the round.
+            context: Cached tokens of all rows.
 
         Returns:
-            bool: True a few times in the life of a number of rows.
+            bool: True a few times in the life of a number of rows, unless a profile measured it.
         """
+        group = (rows_cell(num_rows), _range(context))
+        if _cell(num_rows) in self._seeds.get(group, {}):
+            return False
         plain, wide = self._counts.get(rows_cell(num_rows), (0, 0))
         return plain < PLAIN_ROUNDS and wide >= WIDE_ROUNDS + WIDE_ROUNDS_BETWEEN * plain
 
@@ -152,6 +156,11 @@ class StepCosts:
         return _interpolate(here or (known[0][1] if known else {}), cell)
 
     def _known(self, group: _Group) -> dict[int, float]:
+        if group not in self._medians:
+            self._medians[group] = self._measured(group)
+        return self._medians[group]
+
+    def _measured(self, group: _Group) -> dict[int, float]:
         seeds, times = self._seeds.get(group, {}), self._seconds.get(group, {})
         known = seeds | {
             cell: median([*found, seeds[cell]] if cell in seeds else found)
@@ -184,6 +193,7 @@ class StepCosts:
         self._seeds, self._on_stale = {}, None
         self._ratios.clear()
         self._predicted.clear()
+        self._medians.clear()
 
 
 class DraftCosts:

@@ -239,7 +239,12 @@ def test_two_rows_are_caught_when_one_of_them_is_let_look_ahead(drawn: tuple[boo
     assert found < EXACT if all(drawn) else found > BIASED
 
 
-def with_memory(schedule: Schedule, target: Conditional, drafted: Conditional) -> float:
+def with_memory(
+    schedule: Schedule,
+    target: Conditional,
+    drafted: Conditional,
+    seconds: Callable[[Text], float] | None = None,
+) -> float:
     """The largest error over texts of HORIZON tokens, every branch with its own schedule."""
     size, num_draft = len(target(())), 2
     emitted: dict[Text, float] = defaultdict(float)
@@ -258,6 +263,8 @@ def with_memory(schedule: Schedule, target: Conditional, drafted: Conditional) -
                 chance *= float(drafted(text + block[:k])[token])
             told, here = confidences(text, block), copy.deepcopy(state)
             here.ask(rows)
+            if seconds is not None:
+                here.observe_draft(num_draft, seconds(block))
             (length,) = here.cut(rows, [base.Draft(num_draft, 0, told, is_drawn=True)])
 
             def go_on(longer: Text, part: float, accepted: int, here: Any = here, n: int = length,
@@ -292,6 +299,17 @@ def with_memory(schedule: Schedule, target: Conditional, drafted: Conditional) -
 def test_what_a_schedule_remembers_of_drafts_leaks_nothing(name: str) -> None:
     schedule = prepared(name, "slope", 2)
     assert with_memory(schedule, table(2, seed=1), table(2, seed=7)) < EXACT
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_time_a_draft_takes_leaks_nothing(name: str, curve: str) -> None:
+    # Drawing some tokens takes far longer: a choice by that time would know what was drawn.
+    schedule = prepared(name, curve, 2, num_rounds=1)
+    found = with_memory(
+        schedule, table(2, seed=1), table(2, seed=7), lambda block: 5.0 if block[0] else 0.001
+    )
+    assert found < EXACT
 
 
 def test_a_deterministic_draft_may_be_looked_at_in_full() -> None:

@@ -12,7 +12,7 @@ from simulation import known, rows
 
 
 def estimates_of(*drafts: tuple[float, ...]) -> SurvivalEstimates:
-    """Estimates that have seen drafts with these confidences, and one that was verified."""
+    """Estimates that have seen drafts with these confidences."""
     estimates = SurvivalEstimates()
     for told in drafts:
         estimates.note(0, Draft(len(told), 0, told))

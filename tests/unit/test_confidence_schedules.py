@@ -212,6 +212,29 @@ def test_a_budget_that_buys_nothing_drafts_ever_more_seldom_and_comes_back() -> 
     assert asked[-1] >= 7
 
 
+def test_a_budget_comes_back_to_a_drafter_that_states_nothing() -> None:
+    run = Simulation(
+        named("budget"), lambda width: 1 + 0.1 * (width - 1),
+        accept=lambda i, row: 0.0 if i < 300 else 0.95, draft_s=lambda length: 0.1 * length,
+    )  # fmt: skip
+    run.run(300)
+    assert run.share_verifying(200) < 0.1
+    run.run(600)
+    assert run.share_verifying(800) > 0.9
+
+
+def test_what_drafting_took_makes_verifying_more_of_it_pay() -> None:
+    # A third token promises less than the two before it a second, drafting left out.
+    drafts, lengths = [Draft(3, 0, (0.9, 0.9, 0.3))], []
+    for draft_s in (0.0, 2.0):
+        schedule = CostAwareSchedule(3, known(lambda width: 1 + 0.25 * (width - 1)))
+        schedule.observe_draft(3, draft_s)
+        schedule.estimates.note(0, Draft(3, 0, (0.99, 0.99, 0.99)))
+        assert schedule.ask(rows())[0] == 3
+        lengths += schedule.cut(rows(), drafts)
+    assert lengths == [2, 3]
+
+
 @pytest.mark.parametrize(("draft_s", "pays"), [(0.0, True), (0.1, True), (0.6, False)])
 def test_a_budget_weighs_drafting_as_well(draft_s: float, pays: bool) -> None:
     run = Simulation(

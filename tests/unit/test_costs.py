@@ -167,11 +167,11 @@ def test_a_short_text_tries_what_there_is_room_for() -> None:
 def test_a_round_without_drafts_is_asked_for_a_few_times_and_only_after_wide_ones() -> None:
     costs, asked = StepCosts(), 0
     for _ in range(100):
-        is_plain = costs.needs_plain(2)
+        is_plain = costs.needs_plain(2, 100)
         asked += is_plain
         costs.observe(2 if is_plain else 6, 100, 1.0, num_rows=2)
     assert asked == 3
-    assert not costs.needs_plain(1)
+    assert not costs.needs_plain(1, 100)
 
 
 PROFILE = [StepSeconds(1, n, 100, 1.0 + n / 10) for n in (1, 2, 4, 8)]
@@ -187,15 +187,26 @@ def test_a_profile_is_believed_before_anything_is_observed_and_fades_behind_what
     assert costs.predict(4, 100) == 1.3
 
 
-def test_a_profile_of_plain_forwards_saves_rounds_without_drafts() -> None:
+def test_a_profile_of_plain_forwards_saves_rounds_without_drafts_where_it_was_measured() -> None:
     costs = StepCosts()
-    costs.seed([StepSeconds(1, 1, 100, 1.0), StepSeconds(1, 4, 100, 1.2)])
+    costs.seed(PROFILE)
     for _ in range(200):
         costs.observe(4, 100, 1.2)
-    assert not costs.needs_plain(1)
-    for _ in range(200):
-        costs.observe(8, 100, 1.2, num_rows=2)
-    assert costs.needs_plain(2)
+    assert not costs.needs_plain(1, 100)
+    assert costs.needs_plain(1, 4000)
+
+
+def test_a_cost_follows_what_was_observed_last_however_often_it_was_asked_for() -> None:
+    costs = StepCosts()
+    for _ in range(KEPT):
+        costs.observe(4, 100, 1.0)
+        assert costs.predict(4, 100) == 1.0
+    for _ in range(KEPT):
+        costs.observe(4, 100, 2.0)
+        costs.predict(8, 4000)
+    assert costs.predict(4, 100) == 2.0
+    costs.seed(PROFILE)
+    assert costs.predict(2, 100) == 1.2
 
 
 def test_a_contradicted_profile_is_dropped_and_reported_once() -> None:

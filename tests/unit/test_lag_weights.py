@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from drafters import RandomDrafter
+from drafters import RandomDrafter, RightDrafter
 from dspark_hf import DSparkForCausalLM, GenerationQueue
 from dspark_hf.decode import LAG_POWER, lag_weights
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowState, weighted
 from dspark_hf.verification.schedules.confident import BudgetSchedule
 from simulation import known
-from tiny import VOCAB, llama, prompt
+from tiny import VOCAB, llama, plain_generate, prompt
 
 
 def row(length: int, limit: int | None) -> Any:
@@ -38,14 +38,19 @@ def test_rows_of_which_none_is_known_to_lag_count_alike(rows: list[Any]) -> None
     assert lag_weights(rows) == [1.0] * len(rows)
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("make", [CostAwareSchedule, BudgetSchedule])
-def test_a_row_that_lags_gets_the_drafts(make: Any) -> None:
+def test_a_row_that_lags_gets_the_drafts(make: Any, is_drawn: bool) -> None:
     schedule = make(8, known(lambda width: 1 + 0.3 * (width - 2), num_rows=2))
     states = [RowState(0, 100, 8, weight=0.1), RowState(1, 100, 8, weight=1.9)]
-    drafts = [Draft(3, 0, (0.9, 0.9, 0.9)), Draft(3, 0, (0.7, 0.7, 0.7))]
+    drafts = [
+        Draft(3, 0, (0.9, 0.9, 0.9), is_drawn=is_drawn),
+        Draft(3, 0, (0.7, 0.7, 0.7), is_drawn=is_drawn),
+    ]
     schedule.observe_draft(3, 0.01)
-    schedule.ask(states)
-    lengths = schedule.cut(states, drafts)
+    for _ in range(4):
+        schedule.ask(states)
+        lengths = schedule.cut(states, drafts)
     assert lengths[0] < lengths[1]
 
 
@@ -67,13 +72,22 @@ def seen_weights(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_batch_is_weighed_and_a_queue_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_call_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = seen_weights(monkeypatch)
+    # Drafts are right for one row and there are none for the other: the rows come apart.
+    model, prompts = llama(), [prompt(7, seed=1), prompt(7, seed=2)]
+    known = plain_generate(model, [prompts[0]], max_new_tokens=24)[0].tolist()
+    drafter = RightDrafter({tuple(prompts[0]): known})
+    DSparkForCausalLM.wrap(model, drafter=drafter)
+    plain_generate(model, prompts, max_new_tokens=24)
+    assert max(found) > 1.0 > min(found)
+
+
+def test_the_requests_of_a_queue_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found = seen_weights(monkeypatch)
     model = DSparkForCausalLM.wrap(llama(), drafter=RandomDrafter(VOCAB))
-    queue = GenerationQueue(model)
-    with queue:
-        handles = [queue.submit(prompt(n), max_new_tokens=n) for n in (8, 20)]
-        for handle in handles:
+    with GenerationQueue(model) as queue:
+        for handle in [queue.submit(prompt(n), max_new_tokens=n) for n in (8, 20)]:
             handle.result(timeout=60)
     assert found
     assert set(found) == {1.0}

@@ -17,6 +17,8 @@ from dspark_hf import DSparkForCausalLM
 from dspark_hf.decode import Decoder
 from dspark_hf.values import DraftRequest, Proposal
 from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.profile import StepSeconds
+from dspark_hf.verification.schedules.accounts import Accounts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 from dspark_hf.verification.schedules.fixed import FixedSchedule
@@ -86,9 +88,52 @@ def test_a_pause_with_many_rows_is_none_with_one() -> None:
     many = Simulation(schedule, proportional, accept=lambda i, row: 0.5, num_rows=8)
     many.run(200)
     assert many.share_verifying(100) < 0.1
+    for _ in range(4):
+        schedule._accounts_of(8).settle(0, 0.0, 1.0)
+    assert schedule._accounts_of(8).is_paused(0)
+    assert not schedule._accounts_of(1).is_paused(0)
     one = Simulation(schedule, nearly_flat, accept=lambda i, row: 0.5)
-    one.run(40)
-    assert one.share_verifying(10) > 0.9
+    one.run(8)
+    assert one.share_verifying() > 0.8
+
+
+def test_a_profile_of_short_contexts_does_not_hide_that_long_ones_cost_more() -> None:
+    # In the profile width is nearly free; at this context two tokens cost as much as three steps.
+    costs = StepCosts()
+    costs.seed([StepSeconds(1, width, 256, nearly_flat(width)) for width in (1, 2, 4, 8, 16)])
+    run = Simulation(
+        CostAwareSchedule(8, costs), lambda width: 1.0 if width == 1 else 3.0,
+        accept=lambda i, row: 0.3, context=4000,
+    )  # fmt: skip
+    run.run(1500)
+    assert run.speed_up > 0.95
+
+
+def test_drafts_of_the_row_that_lags_count_as_they_are_weighed() -> None:
+    # Only the last row's drafts are worth their time; seven rows that gain nothing by theirs
+    # must not make them look like a loss.
+    weights = [7.9, *[0.1 / 7] * 7]
+    run = Simulation(
+        cost_aware(), lambda width: 1 + 0.15 * (width - 8), accept=lambda i, row: 0.5,
+        num_rows=8, weights=weights,
+    )  # fmt: skip
+    run.run(300)
+    assert run.share_verifying(50) > 0.9
+    assert all(not any(lengths[1:]) for lengths in run.verified[50:])
+
+
+def test_after_wins_as_many_losing_rounds_pause_one_draft_among_many_rows() -> None:
+    accounts = Accounts()
+    streaks = []
+    for num_rows in (1, 8):
+        for _ in range(50):
+            accounts.settle(num_rows, 4.0 / num_rows, 0.5 / num_rows)
+        lost = 0
+        while not accounts.is_paused(num_rows):
+            accounts.settle(num_rows, 0.0, 0.5)
+            lost += 1
+        streaks.append(lost)
+    assert streaks[0] == streaks[1] <= 8
 
 
 def test_a_schedule_that_may_not_pause_always_verifies_something() -> None:

@@ -62,16 +62,15 @@ class Accounts:
             credit = self._of(signal)
             self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
 
-    def settle(self, signal: int, accepted: int, spent: float, share: float = 1.0) -> None:
-        """Book a draft: the tokens it brought, and what it cost in tokens.
+    def settle(self, signal: int, gained: float, spent: float) -> None:
+        """Book a round's drafts of a signal.
 
         Args:
-            signal: Of the draft.
-            accepted: Tokens it brought.
-            spent: Tokens of the row that plain decoding would have had in the time it took.
-            share: Of the round's rows, as what counts is the time of all of them.
+            signal: Of the drafts.
+            gained: Tokens a row they brought.
+            spent: Tokens a row that plain decoding would have had in the time they took.
         """
-        credit = self._of(signal) + share * max(accepted - spent, -WORST_ROUND)
+        credit = self._of(signal) + max(gained - spent, -WORST_ROUND)
         self._credit[signal] = min(credit, max(MOST_CREDIT, WORST_STREAK * spent))
 
     def _of(self, signal: int) -> float:

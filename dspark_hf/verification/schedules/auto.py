@@ -58,37 +58,39 @@ class CostAwareSchedule:
         self.estimates = SurvivalEstimates()
         self.may_pause = may_pause
         self._accounts: dict[int, Accounts] = {}
-        self._drafts: dict[int, Draft] = {}
-        self._asked = 0
+        self._drafts: dict[int, tuple[RowState, Draft]] = {}
+        self._draft_s = 0.0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the common length that promises most, drafting cost included."""
         room = [min(self.max_tokens, row.room) for row in rows]
-        self._asked = self._length(rows, room) if any(room) else 0
-        return [min(self._asked, most) for most in room]
+        asked = self._length(rows, room) if any(room) else 0
+        # Known before the round's draft: what that takes may depend on the tokens drawn.
+        self._draft_s = self.draft_costs.predict(asked)
+        return [min(asked, most) for most in room]
 
     def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
         longest = max(room)
-        if self.may_pause and self.costs.needs_plain(len(rows)):
+        if self.may_pause and self.costs.needs_plain(len(rows), _context(rows)):
             return 0
         if probe := self.draft_costs.probe(longest):
             return probe
         if self.draft_costs.predict(longest) < CHEAP * self._step_s(rows, 0):
             return longest
-        best = length_to_ask(
-            rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
-        )
         signal, accounts = self.estimates.usual_signal(), self._accounts_of(len(rows))
-        best = accounts.allowed(signal, best)
+        best = 0
+        if not accounts.is_paused(signal):
+            best = length_to_ask(
+                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
+            )
+            best = accounts.allowed(signal, best)
         if best == 0:
             accounts.refill({signal})
-        return longest if best and self.draft_costs.is_whole else best
+        return longest if best and self.draft_costs.is_whole else min(best, longest)
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Verify what promises most; a signal that is held back long enough gets a probe."""
         estimates, accounts = self.estimates, self._accounts_of(len(rows))
-        # What was asked for is known beforehand; what came of it may depend on the tokens drawn.
-        draft_s = self.draft_costs.predict(self._asked)
         survivals = [
             estimates.survival(row.row_id, draft) for row, draft in zip(rows, drafts, strict=True)
         ]
@@ -103,8 +105,8 @@ class CostAwareSchedule:
         lengths = adaptive_lengths(
             drafts,
             weighted(rows, active),
-            weighted(rows, expected),
-            lambda tokens, count: tokens / (draft_s + self._step_s(rows, count)),
+            expected,
+            lambda tokens, count: tokens / (self._draft_s + self._step_s(rows, count)),
             min_gain=MIN_GAIN,
         )
         idle = {d.signal for d, n in zip(drafts, lengths, strict=True) if d.num_tokens and not n}
@@ -118,7 +120,7 @@ class CostAwareSchedule:
         accounts.refill(idle)
         for row, draft in zip(rows, drafts, strict=True):
             estimates.note(row.row_id, draft)
-        self._drafts = {row.row_id: draft for row, draft in zip(rows, drafts, strict=True)}
+        self._drafts = {row.row_id: (row, draft) for row, draft in zip(rows, drafts, strict=True)}
         return lengths
 
     def observe(
@@ -130,25 +132,31 @@ class CostAwareSchedule:
             self.costs.observe(num_tokens, context, verify_s, num_rows)
         self.estimates.observe(outcomes)
         drafted = {
-            outcome.row_id: self._drafts[outcome.row_id].num_tokens
+            outcome.row_id: self._drafts[outcome.row_id][1].num_tokens
             for outcome in outcomes
-            if outcome.row_id in self._drafts and self._drafts[outcome.row_id].num_tokens
+            if outcome.row_id in self._drafts and self._drafts[outcome.row_id][1].num_tokens
         }
         if not drafted:
             return
         plain = self.costs.predict(num_rows, context, num_rows)
         wider = self.costs.predict(num_tokens, context, num_rows) - plain
         verified = sum(outcome.verified for outcome in outcomes)
-        per_verified = wider / plain * num_rows / max(verified, 1)
+        per_verified = wider / plain / max(verified, 1)
         drafting_s = self.draft_costs.predict(max(drafted.values()))
-        drafting = drafting_s / plain * num_rows / sum(drafted.values())
-        accounts = self._accounts_of(num_rows)
+        drafting = drafting_s / plain / sum(drafted.values())
+        gained: dict[int, float] = {}
+        spent: dict[int, float] = {}
         for outcome in outcomes:
             # What is drafted in any case is free for a held-back signal, or it would never return.
             is_paid = outcome.verified > 0 or drafting_s >= CHEAP * plain
             if is_paid and outcome.row_id in drafted:
-                spent = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
-                accounts.settle(outcome.signal, outcome.accepted, spent, 1 / num_rows)
+                signal, weight = outcome.signal, self._drafts[outcome.row_id][0].weight
+                gained[signal] = gained.get(signal, 0.0) + weight * outcome.accepted / num_rows
+                cost = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
+                spent[signal] = spent.get(signal, 0.0) + cost
+        accounts = self._accounts_of(num_rows)
+        for signal, tokens in gained.items():
+            accounts.settle(signal, tokens, spent[signal])
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:
         """Remember what a draft of this length took."""
@@ -160,11 +168,14 @@ class CostAwareSchedule:
         self._drafts.pop(row_id, None)
 
     def _step_s(self, rows: Sequence[RowState], num_drafts: int) -> float:
-        context = sum(row.context for row in rows)
-        return self.costs.predict(len(rows) + num_drafts, context, len(rows))
+        return self.costs.predict(len(rows) + num_drafts, _context(rows), len(rows))
 
     def _accounts_of(self, num_rows: int) -> Accounts:
         cell = rows_cell(num_rows)
         if cell not in self._accounts:
             self._accounts[cell] = Accounts(may_pause=self.may_pause)
         return self._accounts[cell]
+
+
+def _context(rows: Sequence[RowState]) -> int:
+    return sum(row.context for row in rows)

@@ -1,8 +1,8 @@
 """The published schedules: a threshold, the prefix scheduler and its budgeted variant.
 
-All three ask for as many tokens as they may and decide by confidence what is verified. Where a
-drafter gives no confidences, the acceptance of past drafts of the same signal stands in for them,
-and a signal that is held back is tried now and then.
+All three decide by confidence what is verified. Where a drafter gives no confidences, the
+acceptance of past drafts of the same signal stands in for them, and a signal that is held back is
+tried now and then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _ConfidenceSchedule:
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for as many tokens as there is room for."""
-        if self.needs_costs and self.costs.needs_plain(len(rows)):
+        context = sum(row.context for row in rows)
+        if self.needs_costs and self.costs.needs_plain(len(rows), context):
             return [0] * len(rows)
         return [min(self.max_tokens, row.room) for row in rows]
 
@@ -174,15 +175,17 @@ class BudgetSchedule(_ConfidenceSchedule):
         super().__init__(max_tokens, costs)
         self.draft_costs = draft_costs or DraftCosts()
         self._past: dict[int, deque[tuple[int, list[float]]]] = {}
-        self._rounds = self._idle = self._asked = 0
-        self._apart = DRAFTS_APART
+        self._rounds = self._idle = 0
+        self._apart, self._is_trial, self._draft_s = DRAFTS_APART, False, 0.0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the length that pays best by past rounds."""
         self._rounds += 1
-        room = super().ask(rows)
-        self._asked = self._length(rows, room) if any(room) else 0
-        return [min(self._asked, most) for most in room]
+        room, self._is_trial = super().ask(rows), False
+        asked = self._length(rows, room) if any(room) else 0
+        # Known before the round's draft: what that takes may depend on the tokens drawn.
+        self._draft_s = self.draft_costs.predict(asked)
+        return [min(asked, most) for most in room]
 
     def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
         longest = max(room)
@@ -196,6 +199,7 @@ class BudgetSchedule(_ConfidenceSchedule):
         if self._idle < self._apart:
             return 0
         self._idle, self._apart = 0, min(2 * self._apart, FURTHEST_APART)
+        self._is_trial = True
         return 1
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
@@ -205,8 +209,7 @@ class BudgetSchedule(_ConfidenceSchedule):
             self._older(row.row_id, draft, survival) if draft.is_drawn else survival
             for row, draft, survival in zip(rows, drafts, survivals, strict=True)
         ]
-        # What was asked for is known beforehand; what came of it may depend on the tokens drawn.
-        rate = self._rate(rows, self.draft_costs.predict(self._asked))
+        rate = self._rate(rows, self._draft_s)
         budget = sum(best_lengths(weighted(rows, known), rate))
         lengths = [0] * len(rows)
         for r, _ in islice(frontier(weighted(rows, survivals)), budget):
@@ -217,6 +220,12 @@ class BudgetSchedule(_ConfidenceSchedule):
                 kept = AVERAGED + ROUNDS_BACK - 1
                 past = self._past.setdefault(row.row_id, deque(maxlen=kept))
                 past.append((self._rounds, survival))
+        if self._is_trial:
+            # Where nothing is stated, only verifying tells what the draft was made to tell.
+            return [
+                length or (draft.num_tokens if not draft.confidence else 0)
+                for draft, length in zip(drafts, lengths, strict=True)
+            ]
         return self.probes.added(drafts, lengths)
 
     def observe_draft(self, num_tokens: int, seconds: float) -> None:

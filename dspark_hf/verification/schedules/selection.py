@@ -126,7 +126,8 @@ def adaptive_lengths(
     Args:
         drafts: Per row.
         survivals: Per row, of its draft.
-        expected: Per row, of drafts like this one in past rounds; as long as the draft.
+        expected: Per row, of drafts like this one in past rounds; as long as the draft. Only how
+            each goes on from token to token counts.
         rate: Tokens per second of a round.
         min_gain: As for `best_lengths`; what has been taken is paid for and needs none.
 
