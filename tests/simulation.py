@@ -116,8 +116,8 @@ def rows(count: int = 1) -> list[RowState]:
 
 
 def known(curve: Callable[[int], float], num_rows: int = 1, context: int = 100) -> StepCosts:
-    """Step costs that know a curve: each width was seen twice, plain forwards once more."""
+    """Step costs that know a curve: each width was seen twice, plain forwards four times."""
     costs = StepCosts()
-    for width in [num_rows, *range(num_rows, 17), *range(num_rows, 17)]:
+    for width in [num_rows, num_rows, *range(num_rows, 17), *range(num_rows, 17)]:
         costs.observe(width, context * num_rows, curve(width), num_rows)
     return costs

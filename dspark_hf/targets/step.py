@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 MAX_PADDING_RATIO = 2.0
 """Rows are attended together while the padded area is at most this many times the real one."""
-FREE_PADDING = 8192
-"""Padded area (queries x keys) that costs less than one more call, whatever the ratio: with
-sixteen rows of SmolLM2 on two cores, uneven drafts took up to 7 % longer at 2048."""
+FREE_PADDING = 4096
+"""Padded area (queries x keys) that costs less than one more call, whatever the ratio: with rows of
+SmolLM2 on two cores, sixteen uneven drafts take up to 7 % longer at 2048, and one long draft among
+eight rows 8 % longer at 8192."""
 MAX_PACKED_QUERIES = 64
 """Above this many new tokens a row is attended unpacked: its mask would be repeated per head."""
 

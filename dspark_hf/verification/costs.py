@@ -26,9 +26,9 @@ ROWS_APART = 2
 """A doubling of rows makes two groups as unlike as this many doublings of context."""
 MOST_CONTRADICTION = 1.5
 """A profile is given up when forwards take this many times what it says, or a part as small."""
-PLAIN_ROUNDS, WIDE_ROUNDS, WIDE_ROUNDS_BETWEEN = 3, 3, 20
-"""Forwards without drafts wanted of each number of rows, forwards with drafts before the first of
-them, and those between them."""
+PLAIN_ROUNDS, WIDE_ROUNDS, WIDE_ROUNDS_BETWEEN = 4, 3, 20
+"""Forwards without drafts wanted of each number of rows, forwards with drafts before the first two
+of them, and those between later ones: one slow forward alone would make all drafts look good."""
 RATIOS_JUDGED, RATIOS_KEPT = 16, 32
 """Forwards compared before a profile is judged, and the latest ones it is judged by."""
 
@@ -132,7 +132,8 @@ class StepCosts:
         if _cell(num_rows) in self._seeds.get(group, {}):
             return False
         plain, wide = self._counts.get(rows_cell(num_rows), (0, 0))
-        return plain < PLAIN_ROUNDS and wide >= WIDE_ROUNDS + WIDE_ROUNDS_BETWEEN * plain
+        wanted_after = WIDE_ROUNDS + WIDE_ROUNDS_BETWEEN * max(plain - 1, 0)
+        return plain < PLAIN_ROUNDS and wide >= wanted_after
 
     def _predict(self, group: _Group, cell: int) -> float:
         here = self._known(group)

@@ -170,7 +170,7 @@ def test_a_round_without_drafts_is_asked_for_a_few_times_and_only_after_wide_one
         is_plain = costs.needs_plain(2, 100)
         asked += is_plain
         costs.observe(2 if is_plain else 6, 100, 1.0, num_rows=2)
-    assert asked == 3
+    assert asked == 4
     assert not costs.needs_plain(1, 100)
 
 

@@ -93,7 +93,7 @@ def test_a_pause_with_many_rows_is_none_with_one() -> None:
     assert schedule._accounts_of(8).is_paused(0)
     assert not schedule._accounts_of(1).is_paused(0)
     one = Simulation(schedule, nearly_flat, accept=lambda i, row: 0.5)
-    one.run(8)
+    one.run(20)
     assert one.share_verifying() > 0.8
 
 
