@@ -111,8 +111,9 @@ class Decoder:
         """
         begin = perf_counter()
         weights = lag_weights(rows) if self.ends_together else [1.0] * len(rows)
+        peers = len(rows) if self.ends_together else 1
         states = [
-            RowState(row.row_id, len(row.ids) - 1, row.room(), weight)
+            RowState(row.row_id, len(row.ids) - 1, row.room(), weight, peers)
             for row, weight in zip(rows, weights, strict=True)
         ]
         proposals = self._propose(rows, states)

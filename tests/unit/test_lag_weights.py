@@ -54,6 +54,17 @@ def test_a_row_that_lags_gets_the_drafts(make: Any, is_drawn: bool) -> None:
     assert lengths[0] < lengths[1]
 
 
+@pytest.mark.parametrize(("peers", "pays"), [(1, True), (16, False)])
+def test_rows_that_are_waited_for_together_must_promise_more(peers: int, pays: bool) -> None:
+    # A token promises 1.8 / 1.6 = 1.13 times plain decoding's speed.
+    schedule = CostAwareSchedule(1, known(lambda width: 1 + 0.5 * (width - 1)))
+    schedule.observe_draft(1, 0.1)
+    states = [RowState(0, 100, 8, peers=peers)]
+    schedule.estimates.note(0, Draft(1, 0, (0.8,)))
+    assert schedule.ask(states) == [int(pays)]
+    assert schedule.cut(states, [Draft(1, 0, (0.8,))]) == [int(pays)]
+
+
 def test_weights_scale_what_a_token_brings() -> None:
     states = [RowState(0, 9, 4), RowState(1, 9, 4, weight=0.5)]
     assert weighted(states, [[0.9, 0.8], [0.6]]) == [[0.9, 0.8], [0.3]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from dspark_hf.verification.costs import DraftCosts, rows_cell
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 
-MIN_GAIN = 1.05
-"""Drafting must promise this many times plain decoding's speed: estimates are noisy."""
+MIN_GAIN, GAIN_OF_DOUBLING = 1.05, 0.05
+"""Drafting must promise this many times plain decoding's speed, as estimates are noisy; and so much
+more for each doubling of the rows a caller waits for: the unluckiest of them decides, while plain
+decoding ends all at once."""
 CHEAP = 0.05
 """Drafting that costs less than this share of a step is done even when nothing may come of it."""
 
@@ -81,7 +84,7 @@ class CostAwareSchedule:
         best = 0
         if not accounts.is_paused(signal):
             best = length_to_ask(
-                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
+                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=_min_gain(rows)
             )
             best = accounts.allowed(signal, best)
         if best == 0:
@@ -107,7 +110,7 @@ class CostAwareSchedule:
             weighted(rows, active),
             expected,
             lambda tokens, count: tokens / (self._draft_s + self._step_s(rows, count)),
-            min_gain=MIN_GAIN,
+            min_gain=_min_gain(rows),
         )
         idle = {d.signal for d, n in zip(drafts, lengths, strict=True) if d.num_tokens and not n}
         hopeful = [r for r, survival in enumerate(active) if survival]
@@ -175,6 +178,10 @@ class CostAwareSchedule:
         if cell not in self._accounts:
             self._accounts[cell] = Accounts(may_pause=self.may_pause)
         return self._accounts[cell]
+
+
+def _min_gain(rows: Sequence[RowState]) -> float:
+    return MIN_GAIN + GAIN_OF_DOUBLING * math.log2(max(row.peers for row in rows))
 
 
 def _context(rows: Sequence[RowState]) -> int:

@@ -25,12 +25,14 @@ class RowState:
         context: Tokens it has cached.
         room: Most draft tokens it may verify.
         weight: What a token of this row is worth beside those of others; 1 on average.
+        peers: Rows whose caller waits for all of them, this one among them.
     """
 
     row_id: int
     context: int
     room: int
     weight: float = 1.0
+    peers: int = 1
 
 
 def weighted(rows: Sequence[RowState], survivals: Sequence[list[float]]) -> list[list[float]]:
