@@ -148,7 +148,7 @@ def test_a_drafter_that_was_paused_continues_from_what_was_committed():
 
 def test_one_slow_draft_does_not_set_the_price_of_all_later_ones():
     costs = StepCosts()
-    for width in range(1, 18):
+    for width in [1, *range(1, 18)]:
         costs.observe(width, 100, 0.05)
     schedule = CostAwareSchedule(16, costs)
     schedule.observe_draft(4, 5.0)
