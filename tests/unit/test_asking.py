@@ -45,8 +45,7 @@ def test_the_length_follows_what_drafting_and_verifying_cost() -> None:
 
 
 def test_rows_are_not_lucky_all_at_once() -> None:
-    # Half of the drafts are good. Two rows seldom are together, so that a step which pays for two
-    # good drafts only does not pay.
+    # Half of the drafts are good: a round has one good draft of two, and is worth 2 / 1.3.
     estimates = estimates_of(*[(0.99,), (0.01,)] * 8)
     costs = known(lambda width: 1.0 if width < 4 else 9.0, num_rows=2)
     drafting = DraftCosts(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.schedules.base import weighted
+from dspark_hf.verification.schedules.base import total_context, weighted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,7 @@ def length_to_ask(
         int: Tokens, up to the longest room.
     """
     count, longest = len(rows), max(room)
-    context, signal = sum(row.context for row in rows), estimates.usual_signal()
+    context, signal = total_context(rows), estimates.usual_signal()
     steps = [costs.predict(count + n, context, count) for n in range(sum(room) + 1)]
     drafting = [draft_costs.predict(length) for length in range(1, longest + 1)]
     likely = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dspark_hf.verification.costs import DraftCosts, rows_cell
 from dspark_hf.verification.schedules.accounts import Accounts
 from dspark_hf.verification.schedules.asking import length_to_ask
-from dspark_hf.verification.schedules.base import weighted
+from dspark_hf.verification.schedules.base import total_context, weighted
 from dspark_hf.verification.schedules.selection import adaptive_lengths
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -74,7 +74,7 @@ class CostAwareSchedule:
 
     def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
         longest = max(room)
-        if self.may_pause and self.costs.needs_plain(len(rows), _context(rows)):
+        if self.may_pause and self.costs.needs_plain(len(rows), total_context(rows)):
             return 0
         if probe := self.draft_costs.probe(longest):
             return probe
@@ -171,7 +171,7 @@ class CostAwareSchedule:
         self._drafts.pop(row_id, None)
 
     def _step_s(self, rows: Sequence[RowState], num_drafts: int) -> float:
-        return self.costs.predict(len(rows) + num_drafts, _context(rows), len(rows))
+        return self.costs.predict(len(rows) + num_drafts, total_context(rows), len(rows))
 
     def _accounts_of(self, num_rows: int) -> Accounts:
         cell = rows_cell(num_rows)
@@ -182,7 +182,3 @@ class CostAwareSchedule:
 
 def _min_gain(rows: Sequence[RowState]) -> float:
     return MIN_GAIN + GAIN_OF_DOUBLING * math.log2(max(row.peers for row in rows))
-
-
-def _context(rows: Sequence[RowState]) -> int:
-    return sum(row.context for row in rows)

@@ -35,6 +35,11 @@ class RowState:
     peers: int = 1
 
 
+def total_context(rows: Sequence[RowState]) -> int:
+    """Return the tokens all rows have cached."""
+    return sum(row.context for row in rows)
+
+
 def weighted(rows: Sequence[RowState], survivals: Sequence[list[float]]) -> list[list[float]]:
     """Return what each draft token is expected to bring: survivals times the row's weight."""
     return [

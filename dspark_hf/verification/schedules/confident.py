@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dspark_hf.verification.costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Probes
 from dspark_hf.verification.schedules.asking import length_to_ask
-from dspark_hf.verification.schedules.base import weighted
+from dspark_hf.verification.schedules.base import total_context, weighted
 from dspark_hf.verification.schedules.selection import best_lengths, frontier
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -54,8 +54,7 @@ class _ConfidenceSchedule:
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for as many tokens as there is room for."""
-        context = sum(row.context for row in rows)
-        if self.needs_costs and self.costs.needs_plain(len(rows), context):
+        if self.needs_costs and self.costs.needs_plain(len(rows), total_context(rows)):
             return [0] * len(rows)
         return [min(self.max_tokens, row.room) for row in rows]
 
@@ -83,7 +82,7 @@ class _ConfidenceSchedule:
 
     def _rate(self, rows: Sequence[RowState], draft_s: float = 0.0) -> Rate:
         """Return the tokens per second, tau * SPS(N), of rounds that are drafted in `draft_s`."""
-        num_rows, context = len(rows), sum(row.context for row in rows)
+        num_rows, context = len(rows), total_context(rows)
 
         def rate(tokens: float, num_drafts: int) -> float:
             verify_s = self.costs.predict(num_rows + num_drafts, context, num_rows)
