@@ -24,12 +24,23 @@ class Memory(Protocol):
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,  # [B, Hq, T, D]
+        query: torch.Tensor,  # [B, Hq, Q, D]
         key: torch.Tensor,  # [B, Hkv, T, D]
         value: torch.Tensor,  # [B, Hkv, T, D]
         scale: float,
-    ) -> torch.Tensor:  # [B, T, Hq, D]
-        """Attend from block rows to the context and to the block's own keys and values."""
+    ) -> torch.Tensor:  # [B, Q, Hq, D]
+        """Attend from block rows to the context and to the block's own keys and values.
+
+        Queries are of the first positions of every block, as many of each; of all when Q is T.
+        """
+
+
+def first_of_blocks(states: torch.Tensor, size: int, count: int | None) -> torch.Tensor:
+    """Return of blocks of `size` along axis 1 the first `count` each; all when None."""
+    if count is None or count >= size:
+        return states
+    kept: torch.Tensor = states.unflatten(1, (-1, size))[:, :, :count]
+    return kept.flatten(1, 2)
 
 
 def rotary_tables(positions: torch.Tensor, spec: BlockSpec, dtype: torch.dtype) -> Rotary:
@@ -113,6 +124,7 @@ class BlockAttention(nn.Module):
         """
         super().__init__()
         self.layer, self.kind = layer, spec.layer_types[layer]
+        self.block_size = spec.block_size
         self.head_dim = spec.head_dim_of(layer)
         self.scale = spec.attention_scale or self.head_dim**-0.5
         width, bias = spec.hidden_size, spec.has_attention_bias
@@ -140,10 +152,16 @@ class BlockAttention(nn.Module):
         keys = rotate(self.k_norm(projected), rotary[self.kind])
         return keys.transpose(1, 2), self.v_norm(values).transpose(1, 2)
 
-    def forward(self, states: torch.Tensor, rotary: Rotary, memory: Memory) -> torch.Tensor:
-        """Attend from block rows (B, T, d); the memory brings the context."""
-        query = self.q_proj(states).unflatten(-1, (-1, self.head_dim))
-        query = rotate(self.q_norm(query), rotary[self.kind]).transpose(1, 2)
+    def forward(
+        self, states: torch.Tensor, rotary: Rotary, memory: Memory, count: int | None = None
+    ) -> torch.Tensor:
+        """Attend from the first `count` positions of each block of (B, T, d); None means all."""
+        cos, sin = rotary[self.kind]
+        size = self.block_size
+        query = self.q_proj(first_of_blocks(states, size, count))
+        query = self.q_norm(query.unflatten(-1, (-1, self.head_dim)))
+        tables = first_of_blocks(cos, size, count), first_of_blocks(sin, size, count)
+        query = rotate(query, tables).transpose(1, 2)
         keys, values = self.keys_values(states, rotary)
         out = memory.attend(self.layer, query, keys, values, self.scale)
         return cast("torch.Tensor", self.o_proj(out.flatten(2)))

@@ -53,7 +53,7 @@ class DraftContext:
         ]
         self.cache = DSparkCache(self.windows, 256)
         self._rows: dict[int, _Waiting] = {}
-        self._masks: dict[tuple[int, str], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, str, int], torch.Tensor | None] = {}
 
     def take(self, row_id: int, start: int, features: torch.Tensor) -> None:
         """Add a row's features.
@@ -135,20 +135,23 @@ class DraftContext:
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,  # [1, Hq, N, D]
+        query: torch.Tensor,  # [1, Hq, Q, D]
         key: torch.Tensor,  # [1, Hkv, N, D]
         value: torch.Tensor,  # [1, Hkv, N, D]
         scale: float,
-    ) -> torch.Tensor:  # [1, N, Hq, D]
+    ) -> torch.Tensor:  # [1, Q, Hq, D]
         """Attend as the Memory protocol says; the block is written behind the context."""
         self.cache.update(key, value, layer)
         held = cast("DSparkLayer", self.cache.layers[layer])
-        size, outs = self.spec.block_size, []
+        size = self.spec.block_size
+        count = query.shape[2] * size // key.shape[2]  # of each block's positions
+        blocks = query[0].unflatten(1, (-1, count))
+        outs = []
         for place, group in enumerate(self.cache.step.groups):
-            start, rows = group.segments[0].start, len(group.segments)
-            part = query[0, :, start : start + rows * size].unflatten(1, (rows, size))
+            first = group.segments[0].start // size
+            part = blocks[:, first : first + len(group.segments)]
             keys, values = held.view(group)
-            mask = self._mask(place, layer, group, query.shape[1] // key.shape[1])
+            mask = self._mask(place, layer, group, query.shape[1] // key.shape[1], count)
             out = packed_attention(part.transpose(0, 1), keys, values, mask, scale=scale)
             outs.append(out.flatten(0, 1))
         return torch.cat(outs)[None]
@@ -169,17 +172,20 @@ class DraftContext:
     def _projected(self, row_id: int) -> int:
         return self.cache.lengths.get(row_id, 0)
 
-    def _mask(self, place: int, layer: int, group: Group, heads: int) -> torch.Tensor | None:
-        """Return what a group's blocks see, built once per draft and kind of layer."""
+    def _mask(
+        self, place: int, layer: int, group: Group, heads: int, count: int
+    ) -> torch.Tensor | None:
+        """Return what a group's blocks see, built once per draft, kind of layer and count."""
         spec = self.spec
-        key = (place, spec.layer_types[layer])
+        key = (place, spec.layer_types[layer], count)
         if key not in self._masks:
             is_even = len({segment.past for segment in group.segments}) == 1
             if is_even and not (spec.is_sliding(layer) and spec.sliding_is_causal):
                 # The keys in view are exactly the window and the block.
                 self._masks[key] = None
             else:
-                self._masks[key] = pack_mask(self._visible(layer, group), heads, self.model.dtype)
+                visible = self._visible(layer, group)[:, :count]
+                self._masks[key] = pack_mask(visible, heads, self.model.dtype)
         return self._masks[key]
 
     def _visible(self, layer: int, group: Group) -> torch.Tensor:

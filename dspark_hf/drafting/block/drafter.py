@@ -112,12 +112,25 @@ class BlockDrafter:
         device = self.model.device
         anchors = torch.tensor([request.ids[-1] for request in asked], device=device)
         embeds = self.vocabulary.embed(block_ids(anchors, self.model.spec), self.model.dtype)
-        hidden = self.model(embeds.flatten(0, 1)[None], self.model.rotary(positions), self.context)
-        hidden = hidden[0].unflatten(0, (len(rows), -1))  # [R, N, d]
+        read = self._skipped + max(self._wanted(request) for request in asked)
+        embeds, rotary = embeds.flatten(0, 1)[None], self.model.rotary(positions)
+        hidden = self.model(embeds, rotary, self.context, read)
+        hidden = hidden[0].unflatten(0, (len(rows), -1))  # [R, read, d]
         proposals = [Proposal() for _ in requests]
         for i, proposal in zip(order, self._draft(asked, hidden, anchors), strict=True):
             proposals[i] = proposal
         return proposals
+
+    def _wanted(self, request: DraftRequest) -> int:
+        return min(request.max_tokens, self.model.spec.num_drafts)
+
+    @property
+    def _skipped(self) -> int:
+        """Positions of a block before the first that drafts.
+
+        The anchor's, where it is not read, still starts a recurrent head's state.
+        """
+        return 0 if self.model.spec.reads_anchor else 1
 
     def free(self, row_id: int) -> None:
         """Forget a row."""
@@ -157,14 +170,11 @@ class BlockDrafter:
 
         Args:
             requests: One per row.
-            hidden: Of shape (R, N, d).
+            hidden: Of what is read of their blocks, (R, N, d).
             anchors: Newest committed tokens, (R,).
         """
-        spec, markov = self.model.spec, self.model.markov_head
-        wanted = [min(request.max_tokens, spec.num_drafts) for request in requests]
-        # The anchor's row, where it is not read, still starts a recurrent head's state.
-        skipped = 0 if spec.reads_anchor else 1
-        hidden = hidden[:, : skipped + max(wanted)]
+        markov, skipped = self.model.markov_head, self._skipped
+        wanted = [self._wanted(request) for request in requests]
         read = hidden[:, skipped:]
         # As a matrix: the product over a slice of three axes is five times slower in bf16 on a CPU.
         base = self.vocabulary.logits(read.reshape(-1, read.shape[-1])).float()

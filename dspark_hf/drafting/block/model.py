@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 from torch import nn
 
-from dspark_hf.drafting.block.attention import Memory, RMSNorm, Rotary, rotary_tables
+from dspark_hf.drafting.block.attention import (
+    Memory,
+    RMSNorm,
+    Rotary,
+    first_of_blocks,
+    rotary_tables,
+)
 from dspark_hf.drafting.block.flavours import BlockLayer, make_layer
 from dspark_hf.drafting.block.heads import ConfidenceHead, MarkovHead
 
@@ -65,20 +71,25 @@ class BlockModel(nn.Module):
             cast("BlockLayer", layer).self_attn.keys_values(states, rotary) for layer in self.layers
         ]
 
-    def forward(self, embeds: torch.Tensor, rotary: Rotary, memory: Memory) -> torch.Tensor:
+    def forward(
+        self, embeds: torch.Tensor, rotary: Rotary, memory: Memory, count: int | None = None
+    ) -> torch.Tensor:
         """Run blocks through the backbone.
 
         Args:
             embeds: Embeddings of anchor and mask tokens, (B, T, d), T a multiple of the block.
             rotary: Of their positions.
             memory: What they attend to.
+            count: Positions of each block that will be read, from its first on; None for all. What
+                only others need is left out: in the last layer, all but their keys and values.
 
         Returns:
-            torch.Tensor: Normed hidden states (B, T, d).
+            torch.Tensor: Normed hidden states (B, Q, d) of the positions that are read.
         """
         states = embeds
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             states = layer(states, rotary, memory)
+        states = self.layers[-1](states, rotary, memory, count)
         return cast("torch.Tensor", self.norm(states))
 
 
@@ -128,10 +139,11 @@ class TextMemory:
     ) -> torch.Tensor:
         """Attend as the Memory protocol says."""
         keys, values = self.keys_values[layer]
-        groups = query.shape[1] // key.shape[1]
+        groups, num_keys = query.shape[1] // key.shape[1], key.shape[2]
         key = torch.cat([keys, key], dim=2).repeat_interleave(groups, dim=1)
         value = torch.cat([values, value], dim=2).repeat_interleave(groups, dim=1)
-        mask = self.masks[self.spec.layer_types[layer]][:, None]
+        size, asked = self.spec.block_size, query.shape[2] * self.spec.block_size // num_keys
+        mask = first_of_blocks(self.masks[self.spec.layer_types[layer]], size, asked)[:, None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         return out.transpose(1, 2)
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from dspark_hf.drafting.block.attention import BlockAttention, Memory, RMSNorm, Rotary
+from dspark_hf.drafting.block.attention import (
+    BlockAttention,
+    Memory,
+    RMSNorm,
+    Rotary,
+    first_of_blocks,
+)
 from dspark_hf.drafting.block.flavours.qwen3 import GatedMLP
 
 if TYPE_CHECKING:
@@ -36,9 +42,12 @@ class Gemma4Layer(nn.Module):
         self.mlp = GatedMLP(spec)
         self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, states: torch.Tensor, rotary: Rotary, memory: Memory) -> torch.Tensor:
-        """Map block rows of shape (B, T, d)."""
-        attended = self.self_attn(self.input_layernorm(states), rotary, memory)
+    def forward(
+        self, states: torch.Tensor, rotary: Rotary, memory: Memory, count: int | None = None
+    ) -> torch.Tensor:
+        """Map block rows of shape (B, T, d) to those of each block's first `count` positions."""
+        attended = self.self_attn(self.input_layernorm(states), rotary, memory, count)
+        states = first_of_blocks(states, self.self_attn.block_size, count)
         states = states + self.post_attention_layernorm(attended)
         mapped = self.mlp(self.pre_feedforward_layernorm(states))
         states = states + self.post_feedforward_layernorm(mapped)

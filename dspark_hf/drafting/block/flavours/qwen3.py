@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 from transformers.activations import ACT2FN
 
-from dspark_hf.drafting.block.attention import BlockAttention, Memory, RMSNorm, Rotary
+from dspark_hf.drafting.block.attention import (
+    BlockAttention,
+    Memory,
+    RMSNorm,
+    Rotary,
+    first_of_blocks,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +54,10 @@ class Qwen3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = GatedMLP(spec)
 
-    def forward(self, states: torch.Tensor, rotary: Rotary, memory: Memory) -> torch.Tensor:
-        """Map block rows of shape (B, T, d)."""
-        states = states + self.self_attn(self.input_layernorm(states), rotary, memory)
+    def forward(
+        self, states: torch.Tensor, rotary: Rotary, memory: Memory, count: int | None = None
+    ) -> torch.Tensor:
+        """Map block rows of shape (B, T, d) to those of each block's first `count` positions."""
+        attended = self.self_attn(self.input_layernorm(states), rotary, memory, count)
+        states = first_of_blocks(states, self.self_attn.block_size, count) + attended
         return states + cast("torch.Tensor", self.mlp(self.post_attention_layernorm(states)))
