@@ -228,7 +228,7 @@ class Decoder:
         longest = max(len(proposal.ids) for proposal in proposals)
         # A row's first draft also pays for reading its prompt.
         if longest and all(rows[i].record.drafted for i in places):
-            self.schedule.observe_draft(longest, perf_counter() - begin)
+            self.schedule.observe_draft(longest, perf_counter() - begin, len(places))
         return proposals
 
     def _note(self, row: Row, proposal: Proposal, length: int, *, cut: bool) -> None:

@@ -53,7 +53,7 @@ class Simulation:
             assert all(0 <= length <= 12 for length in asked)
             if any(asked):
                 seconds = self.draft_s(max(asked))
-                self.schedule.observe_draft(max(asked), seconds)
+                self.schedule.observe_draft(max(asked), seconds, sum(map(bool, asked)))
                 self.seconds += seconds
             signals = [self.signal(row) for row in range(self.num_rows)]
             drafts = [

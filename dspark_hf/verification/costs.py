@@ -1,4 +1,4 @@
-"""What forwards cost: StepCosts for the target, DraftCosts for the drafter, both learned online."""
+"""StepCosts: what the target's forwards cost, learned online."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ PLAIN_ROUNDS, WIDE_ROUNDS, WIDE_ROUNDS_BETWEEN = 4, 3, 20
 of them, and those between later ones: one slow forward alone would make all drafts look good."""
 RATIOS_JUDGED, RATIOS_KEPT = 16, 32
 """Forwards compared before a profile is judged, and the latest ones it is judged by."""
-
-PROBE_TOKENS = 4
-"""Tokens of a first draft where nothing is known of its cost."""
-SHORT_TOKENS, PROBES = 2, 2
-"""The short length at which a block drafter's cost is measured, and how often each is at first."""
 
 _Group = tuple[int, int]
 """Cell of the number of rows, range of context."""
@@ -148,13 +143,13 @@ class StepCosts:
                 if borrowed is not None:
                     return borrowed
         if here and min(here) < cell < max(here):
-            return _interpolate(here, cell)
+            return interpolate(here, cell)
         for _, there in known:
             if min(there) <= cell <= max(there):
                 borrowed = _borrow(here, there, cell)
                 if borrowed is not None:
                     return borrowed
-        return _interpolate(here or (known[0][1] if known else {}), cell)
+        return interpolate(here or (known[0][1] if known else {}), cell)
 
     def _known(self, group: _Group) -> dict[int, float]:
         if group not in self._medians:
@@ -171,7 +166,7 @@ class StepCosts:
         settled = {cell: seconds for cell, seconds in known.items() if cell not in once}
         if settled:
             for cell in once:
-                known[cell] = min(known[cell], (known[cell] + _interpolate(settled, cell)) / 2)
+                known[cell] = min(known[cell], (known[cell] + interpolate(settled, cell)) / 2)
         return known
 
     def _count(self, num_rows: int, num_tokens: int) -> None:
@@ -197,83 +192,19 @@ class StepCosts:
         self._medians.clear()
 
 
-class DraftCosts:
-    """Seconds of a draft by its length.
-
-    A drafter without blocks is taken to cost in proportion to the length. A block costs the same
-    for any length, or, where its tokens are chosen one by one, a base and something per token:
-    then two lengths are tried (`probe`) and others lie on the line between what was measured.
-    """
-
-    def __init__(self, block_size: int | None = None, *, grows: bool = False) -> None:
-        """Start with nothing measured.
-
-        Args:
-            block_size: Set for a drafter that computes a whole block for any length.
-            grows: Whether a longer part of the block costs more nevertheless.
-        """
-        self.block_size, self.grows = block_size, grows
-        self._seconds: dict[int, deque[float]] = {}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a whole block costs no more than a part of it."""
-        return self.block_size is not None and not self.grows
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any draft was measured."""
-        return bool(self._seconds)
-
-    def probe(self, longest: int) -> int:
-        """Return the length to try next, 0 if enough is known: that of the first drafts.
-
-        Args:
-            longest: Most tokens there is room for.
-        """
-        if self.block_size is None:
-            return 0 if self.is_known else min(PROBE_TOKENS, longest)
-        if not self.grows:
-            return 0 if self.is_known else longest
-        tried = [n for n, found in self._seconds.items() if len(found) >= PROBES]
-        if len(tried) > 1:
-            return 0
-        whole, short = min(longest, self.block_size), min(longest, SHORT_TOKENS)
-        return short if tried and tried != [short] else whole
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add one measured draft: the longest of its round, in tokens, and what it took."""
-        if num_tokens < 1:
-            return
-        key = num_tokens if self.grows or self.block_size is None else self.block_size
-        self._seconds.setdefault(key, deque(maxlen=KEPT)).append(seconds)
-
-    def predict(self, length: int) -> float:
-        """Return the expected seconds of a draft, by what was measured of other lengths."""
-        if not self._seconds or length == 0:
-            return 0.0
-        if self.block_size is None:
-            nearest = min(self._seconds, key=lambda n: abs(n - length))
-            return median(self._seconds[nearest]) * length / nearest
-        known = {n: median(found) for n, found in self._seconds.items()}
-        if len(known) > 1 and length > max(known):
-            # No more than a block is drafted.
-            return known[max(known)]
-        return _interpolate(known, max(length, min(known)))
-
-
 def _borrow(here: dict[int, float], there: dict[int, float], cell: int) -> float | None:
     """Return another group's cost of a width, scaled by the nearest width that both know."""
     if not here:
-        return _interpolate(there, cell)
+        return interpolate(there, cell)
     common = [c for c in here if min(there) <= c <= max(there)]
     if not common:
         return None
     anchor = min(common, key=lambda c: abs(c - cell))
-    return _interpolate(there, cell) * here[anchor] / _interpolate(there, anchor)
+    return interpolate(there, cell) * here[anchor] / interpolate(there, anchor)
 
 
-def _interpolate(known: dict[int, float], cell: int) -> float:
+def interpolate(known: dict[int, float], cell: int) -> float:
+    """Return the seconds of a width, by the line between its neighbours among those known."""
     if not known:
         return 1.0
     if cell in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dspark_hf.verification.costs import DraftCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.asking import length_to_ask, rates_by_length
 from dspark_hf.verification.schedules.base import Draft, RowState
 from dspark_hf.verification.survival import SurvivalEstimates

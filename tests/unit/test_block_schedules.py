@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dspark_hf.verification.costs import DraftCosts, StepCosts
+from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome
 from simulation import known, nearly_flat, proportional, rows

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import pytest
 
 from dspark_hf.config import SCHEDULES, DSparkConfig
-from dspark_hf.verification.costs import DraftCosts, StepCosts
+from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import LATEST_PROBE, PROBE_TOKENS
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState, Schedule

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 
-from dspark_hf.verification.costs import KEPT, RATIOS_JUDGED, DraftCosts, StepCosts
+from dspark_hf.verification.costs import KEPT, RATIOS_JUDGED, StepCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.profile import StepSeconds
 
 

@@ -10,7 +10,8 @@ from dspark_hf.verification.schedules.base import total_context, weighted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dspark_hf.verification.costs import DraftCosts, StepCosts
+    from dspark_hf.verification.costs import StepCosts
+    from dspark_hf.verification.draft_costs import DraftCosts
     from dspark_hf.verification.schedules.base import RowState
     from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -43,7 +44,9 @@ def length_to_ask(
     count, longest = len(rows), max(room)
     context, signal = total_context(rows), estimates.usual_signal()
     steps = [costs.predict(count + n, context, count) for n in range(sum(room) + 1)]
-    drafting = [draft_costs.predict(length) for length in range(1, longest + 1)]
+    drafting = [
+        draft_costs.predict(length, sum(map(bool, room))) for length in range(1, longest + 1)
+    ]
     likely = [
         weighted([row] * len(found), found)
         for row in rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.costs import DraftCosts, rows_cell
+from dspark_hf.verification.costs import rows_cell
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Accounts
 from dspark_hf.verification.schedules.asking import length_to_ask
 from dspark_hf.verification.schedules.base import total_context, weighted
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 
-MIN_GAIN, GAIN_OF_DOUBLING = 1.05, 0.05
+MIN_GAIN, GAIN_OF_DOUBLING = 1.05, 0.02
 """Drafting must promise this many times plain decoding's speed, as estimates are noisy; and so much
 more for each doubling of the rows a caller waits for: the unluckiest of them decides, while plain
 decoding ends all at once."""
@@ -69,7 +70,7 @@ class CostAwareSchedule:
         room = [min(self.max_tokens, row.room) for row in rows]
         asked = self._length(rows, room) if any(room) else 0
         # Known before the round's draft: what that takes may depend on the tokens drawn.
-        self._draft_s = self.draft_costs.predict(asked)
+        self._draft_s = self.draft_costs.predict(asked, sum(map(bool, room)))
         return [min(asked, most) for most in room]
 
     def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
@@ -78,7 +79,7 @@ class CostAwareSchedule:
             return 0
         if probe := self.draft_costs.probe(longest):
             return probe
-        if self.draft_costs.predict(longest) < CHEAP * self._step_s(rows, 0):
+        if self.draft_costs.predict(longest, sum(map(bool, room))) < CHEAP * self._step_s(rows, 0):
             return longest
         signal, accounts = self.estimates.usual_signal(), self._accounts_of(len(rows))
         best = 0
@@ -145,7 +146,7 @@ class CostAwareSchedule:
         wider = self.costs.predict(num_tokens, context, num_rows) - plain
         verified = sum(outcome.verified for outcome in outcomes)
         per_verified = wider / plain / max(verified, 1)
-        drafting_s = self.draft_costs.predict(max(drafted.values()))
+        drafting_s = self.draft_costs.predict(max(drafted.values()), len(drafted))
         drafting = drafting_s / plain / sum(drafted.values())
         gained: dict[int, float] = {}
         spent: dict[int, float] = {}
@@ -161,9 +162,9 @@ class CostAwareSchedule:
         for signal, tokens in gained.items():
             accounts.settle(signal, tokens, spent[signal])
 
-    def observe_draft(self, num_tokens: int, seconds: float) -> None:
-        """Remember what a draft of this length took."""
-        self.draft_costs.observe(num_tokens, seconds)
+    def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
+        """Remember what a draft of this length took for so many rows."""
+        self.draft_costs.observe(num_tokens, seconds, num_rows)
 
     def free(self, row_id: int) -> None:
         """Forget a row."""

@@ -111,8 +111,8 @@ class Schedule(Protocol):
         Seconds are None where the forward did other work too.
         """
 
-    def observe_draft(self, num_tokens: int, seconds: float) -> None:
-        """Learn what drafting cost: the longest draft of the round, seconds."""
+    def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
+        """Learn what drafting cost: the longest draft of the round, seconds, rows drafted for."""
 
     def free(self, row_id: int) -> None:
         """Forget a row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.costs import DraftCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.confident import (
     BudgetSchedule,

@@ -11,7 +11,7 @@ from collections import deque
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.costs import DraftCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Probes
 from dspark_hf.verification.schedules.asking import length_to_ask
 from dspark_hf.verification.schedules.base import total_context, weighted
@@ -67,7 +67,7 @@ class _ConfidenceSchedule:
         self.estimates.observe(outcomes)
         self.probes.observe(outcomes)
 
-    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+    def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
         """Learn nothing: the drafts are paid for when the length is chosen."""
 
     def free(self, row_id: int) -> None:
@@ -183,7 +183,7 @@ class BudgetSchedule(_ConfidenceSchedule):
         room, self._is_trial = super().ask(rows), False
         asked = self._length(rows, room) if any(room) else 0
         # Known before the round's draft: what that takes may depend on the tokens drawn.
-        self._draft_s = self.draft_costs.predict(asked)
+        self._draft_s = self.draft_costs.predict(asked, sum(map(bool, room)))
         return [min(asked, most) for most in room]
 
     def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
@@ -227,9 +227,9 @@ class BudgetSchedule(_ConfidenceSchedule):
             ]
         return self.probes.added(drafts, lengths)
 
-    def observe_draft(self, num_tokens: int, seconds: float) -> None:
-        """Remember what a draft of this length took."""
-        self.draft_costs.observe(num_tokens, seconds)
+    def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
+        """Remember what a draft of this length took for so many rows."""
+        self.draft_costs.observe(num_tokens, seconds, num_rows)
 
     def free(self, row_id: int) -> None:
         """Forget a row."""

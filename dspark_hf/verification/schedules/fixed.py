@@ -34,7 +34,7 @@ class FixedSchedule:
     ) -> None:
         """Learn nothing."""
 
-    def observe_draft(self, num_tokens: int, seconds: float) -> None:
+    def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
         """Learn nothing."""
 
     def free(self, row_id: int) -> None:
