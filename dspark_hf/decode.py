@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from dspark_hf.targets.base import Target
     from dspark_hf.verification.schedules.base import Schedule
 
-LAG_POWER = 8
-"""Exponent on a row's share of the most tokens any row has to go: half as many count nothing."""
-
 
 @dataclass(frozen=True)
 class Recheck:
@@ -48,21 +45,6 @@ class Recheck:
         """Tell whether the two best of the scores (V,) are too close."""
         best, second = scores.topk(2).values.tolist()
         return bool(best - second <= margin_limit(self.dtype, best, self.margin))
-
-
-def lag_weights(rows: Sequence[Row]) -> list[float]:
-    """Return what a token of each row is worth to a call that ends with its last row; mean 1.
-
-    A forward over two rows takes little longer than over one: what counts is the row with most to
-    go, and a row that is ahead gains nothing by getting further ahead. Rows without a limit count
-    alike.
-    """
-    limits = [row.criteria.max_tokens for row in rows]
-    left = [limit - len(row.ids) for row, limit in zip(rows, limits, strict=True) if limit]
-    if len(rows) < 2 or len(left) < len(rows) or min(left) == max(left):
-        return [1.0] * len(rows)
-    shares = [(tokens / max(left)) ** LAG_POWER for tokens in left]
-    return [share * len(rows) / sum(shares) for share in shares]
 
 
 @dataclass
@@ -110,12 +92,7 @@ class Decoder:
             starting: Rows that are not `is_fed`, and how much each is fed at most; None for all.
         """
         begin = perf_counter()
-        weights = lag_weights(rows) if self.ends_together else [1.0] * len(rows)
-        peers = len(rows) if self.ends_together else 1
-        states = [
-            RowState(row.row_id, len(row.ids) - 1, row.room(), weight, peers)
-            for row, weight in zip(rows, weights, strict=True)
-        ]
+        states = [self._state(row) for row in rows]
         proposals = self._propose(rows, states)
         drafted = perf_counter()
         drafts = [
@@ -202,6 +179,11 @@ class Decoder:
         self.schedule.free(row.row_id)
         if self.drafter is not None:
             self.drafter.free(row.row_id)
+
+    def _state(self, row: Row) -> RowState:
+        limit = row.criteria.max_tokens if self.ends_together else None
+        left = limit - len(row.ids) if limit else None
+        return RowState(row.row_id, len(row.ids) - 1, row.room(), left)
 
     def _propose(self, rows: Sequence[Row], states: Sequence[RowState]) -> list[Proposal]:
         proposals = [Proposal() for _ in rows]

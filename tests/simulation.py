@@ -25,7 +25,7 @@ class Simulation:
         truth: Probability that a token with this stated confidence is accepted; `accept` is then
             not asked.
         is_drawn: Whether drafts are drawn and verified by rejection.
-        weights: Of the rows; all 1 when None.
+        left: Tokens each row has to go, the same in every round; None where none waits for others.
     """
 
     schedule: Schedule
@@ -37,7 +37,7 @@ class Simulation:
     states: Callable[[random.Random], float] | None = None
     truth: Callable[[float], float] = lambda stated: stated
     is_drawn: bool = False
-    weights: Sequence[float] | None = None
+    left: Sequence[int] | None = None
     context: int = 200
     stream: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311
     verified: list[list[int]] = field(default_factory=list)
@@ -47,8 +47,8 @@ class Simulation:
     def run(self, num_rounds: int) -> None:
         """Decode a number of rounds, checking every answer against what was possible."""
         for _ in range(num_rounds):
-            weights = self.weights or [1.0] * self.num_rows
-            rows = [RowState(row, self.context, 12, weights[row]) for row in range(self.num_rows)]
+            left = self.left or [None] * self.num_rows
+            rows = [RowState(row, self.context, 12, left[row]) for row in range(self.num_rows)]
             asked = self.schedule.ask(rows)
             assert all(0 <= length <= 12 for length in asked)
             if any(asked):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspark_hf.verification.draft_costs import DraftCosts
-from dspark_hf.verification.schedules.asking import length_to_ask, rates_by_length
+from dspark_hf.verification.schedules.asking import lengths_to_ask, rates_by_length
 from dspark_hf.verification.schedules.base import Draft, RowState
 from dspark_hf.verification.survival import SurvivalEstimates
 from simulation import known, rows
@@ -38,7 +38,7 @@ def test_the_length_follows_what_drafting_and_verifying_cost() -> None:
         drafting = DraftCosts(8, grows=True)
         for length in (2, 8):
             drafting.observe(length, token_s * length)
-        found.append(length_to_ask(rows(), [8], estimates, costs, drafting))
+        found.extend(lengths_to_ask(rows(), [8], estimates, costs, drafting))
     assert found[0] == 8
     assert 1 <= found[1] < 8
     assert found[2] == 0
@@ -50,8 +50,8 @@ def test_rows_are_not_lucky_all_at_once() -> None:
     costs = known(lambda width: 1.0 if width < 4 else 9.0, num_rows=2)
     drafting = DraftCosts(1)
     drafting.observe(1, 0.3)
-    assert length_to_ask(rows(2), [1, 1], estimates, costs, drafting) == 1
-    assert length_to_ask(rows(2), [1, 1], estimates, costs, drafting, min_gain=1.3) == 0
+    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting) == [1, 1]
+    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting, min_gain=1.3) == [0, 0]
 
 
 def test_a_row_without_room_is_not_counted() -> None:
@@ -59,17 +59,30 @@ def test_a_row_without_room_is_not_counted() -> None:
     costs = known(lambda width: 1 + 0.05 * width, num_rows=2)
     drafting = DraftCosts(4)
     drafting.observe(4, 0.8)
-    both = length_to_ask(rows(2), [4, 4], estimates, costs, drafting)
-    one = length_to_ask(rows(2), [4, 0], estimates, costs, drafting, min_gain=1.5)
-    assert both == 4
-    assert one == 0
+    both = lengths_to_ask(rows(2), [4, 4], estimates, costs, drafting)
+    one = lengths_to_ask(rows(2), [4, 0], estimates, costs, drafting, min_gain=1.5)
+    assert both == [4, 4]
+    assert one == [0, 0]
 
 
-def test_a_row_that_counts_nothing_is_not_asked_for() -> None:
+def test_a_row_that_is_far_ahead_is_not_asked_for() -> None:
     estimates = estimates_of((0.9,) * 4)
-    costs = known(lambda width: 1 + 0.2 * width)
+    costs = known(lambda width: 1 + 0.2 * (width - 2), num_rows=2)
     drafting = DraftCosts(4)
-    drafting.observe(4, 0.1)
-    light, heavy = RowState(0, 100, 8, weight=0.01), RowState(0, 100, 8, weight=1.5)
-    assert length_to_ask([heavy], [4], estimates, costs, drafting) == 4
-    assert length_to_ask([light], [4], estimates, costs, drafting) == 0
+    drafting.observe(4, 0.4, num_rows=1)
+    drafting.observe(4, 0.8, num_rows=2)
+    behind, ahead = RowState(0, 100, 8, left=90), RowState(1, 100, 8, left=30)
+    asked = lengths_to_ask([ahead, behind], [4, 4], estimates, costs, drafting)
+    assert asked == [0, 4]
+    assert all(lengths_to_ask([behind, behind], [4, 4], estimates, costs, drafting))
+
+
+def test_rows_that_lag_alike_are_asked_for_together() -> None:
+    estimates = estimates_of((0.9,) * 4)
+    costs = known(lambda width: 1 + 0.02 * (width - 8), num_rows=8)
+    drafting = DraftCosts(4)
+    for count in (1, 2, 4, 8):
+        drafting.observe(4, 0.1 * count, num_rows=count)
+    states = [RowState(r, 100, 8, left=90 if r in (1, 6) else 40) for r in range(8)]
+    asked = lengths_to_ask(states, [4] * 8, estimates, costs, drafting)
+    assert [r for r, length in enumerate(asked) if length] == [1, 6]

@@ -2,47 +2,76 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import random
 from typing import Any
 
 import pytest
 
 from drafters import RandomDrafter, RightDrafter
 from dspark_hf import DSparkForCausalLM, GenerationQueue
-from dspark_hf.decode import LAG_POWER, lag_weights
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
-from dspark_hf.verification.schedules.base import Draft, RowState, weighted
+from dspark_hf.verification.schedules.base import Draft, RowState
 from dspark_hf.verification.schedules.confident import BudgetSchedule
+from dspark_hf.verification.schedules.lag import (
+    LAG_POWER,
+    lag_weights,
+    tokens_gained,
+    weighted,
+)
 from simulation import known
 from tiny import VOCAB, llama, plain_generate, prompt
 
 
-def row(length: int, limit: int | None) -> Any:
-    criteria = SimpleNamespace(max_tokens=limit)
-    return SimpleNamespace(ids=[1] * length, criteria=criteria)
+def rows(*left: int | None) -> list[RowState]:
+    return [RowState(r, 100, 8, tokens) for r, tokens in enumerate(left)]
 
 
 def test_the_row_with_most_to_go_counts_most_and_all_count_one_on_average() -> None:
-    weights = lag_weights([row(10, 50), row(30, 50), row(5, 45)])
+    weights = lag_weights(rows(40, 20, 40))
     assert sum(weights) == pytest.approx(3)
     assert weights[0] == weights[2]
     assert weights[1] == pytest.approx(weights[0] * 0.5**LAG_POWER)
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [[row(10, 50)], [row(10, 50), row(20, 60)], [row(10, 50), row(30, None)], []],
-    ids=["one row", "as much to go", "no limit", "none"],
+    "left", [[40], [40, 40], [40, None], []], ids=["one row", "as much to go", "no limit", "none"]
 )
-def test_rows_of_which_none_is_known_to_lag_count_alike(rows: list[Any]) -> None:
-    assert lag_weights(rows) == [1.0] * len(rows)
+def test_rows_of_which_none_is_known_to_lag_count_alike(left: list[int | None]) -> None:
+    assert lag_weights(rows(*left)) == [1.0] * len(left)
+
+
+@pytest.mark.parametrize("left", [[40, 40, 40], [40, None, 7]], ids=["level", "not together"])
+def test_rows_gain_what_a_mean_row_gains_where_none_lags(left: list[int | None]) -> None:
+    assert tokens_gained(rows(*left), [3, 0, 3]) == pytest.approx(2.0, rel=0.2)
+
+
+def test_what_a_row_ahead_gets_is_no_gain_and_the_last_rows_tokens_are() -> None:
+    states = rows(60, 20)
+    assert tokens_gained(states, [0, 6]) == pytest.approx(0.0, abs=0.01)
+    assert tokens_gained(states, [6, 0]) == pytest.approx(6.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("luck", "bound"), [([0, 2, 2, 2], 10.0), ([0, 0, 0, 2], 7.0)])
+def test_gains_of_a_call_add_up_to_the_rounds_it_saved(luck: list[int], bound: float) -> None:
+    # Each row gets at most so many drafts accepted a round; the call ends with its last row.
+    stream = random.Random(1)  # noqa: S311
+    left, total, naive, num_rounds = dict(enumerate([60] * 4)), 0.0, 0.0, 0
+    while left:
+        num_rounds += 1
+        accepted = [stream.randint(0, luck[r]) for r in left]
+        total += tokens_gained(rows(*left.values()), accepted)
+        naive += sum(accepted) / len(accepted)
+        left = {r: n - 1 - a for (r, n), a in zip(left.items(), accepted, strict=True)}
+        left = {r: n for r, n in left.items() if n > 0}
+    assert total == pytest.approx(60 - num_rounds, abs=bound)
+    assert abs(total - (60 - num_rounds)) < abs(naive - (60 - num_rounds)) / 2
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("make", [CostAwareSchedule, BudgetSchedule])
 def test_a_row_that_lags_gets_the_drafts(make: Any, is_drawn: bool) -> None:
     schedule = make(8, known(lambda width: 1 + 0.3 * (width - 2), num_rows=2))
-    states = [RowState(0, 100, 8, weight=0.1), RowState(1, 100, 8, weight=1.9)]
+    states = [RowState(0, 100, 8, left=30), RowState(1, 100, 8, left=50)]
     drafts = [
         Draft(3, 0, (0.9, 0.9, 0.9), is_drawn=is_drawn),
         Draft(3, 0, (0.7, 0.7, 0.7), is_drawn=is_drawn),
@@ -54,20 +83,10 @@ def test_a_row_that_lags_gets_the_drafts(make: Any, is_drawn: bool) -> None:
     assert lengths[0] < lengths[1]
 
 
-@pytest.mark.parametrize(("peers", "pays"), [(1, True), (16, False)])
-def test_rows_that_are_waited_for_together_must_promise_more(peers: int, pays: bool) -> None:
-    # A token promises 1.8 / 1.6 = 1.13 times plain decoding's speed.
-    schedule = CostAwareSchedule(1, known(lambda width: 1 + 0.5 * (width - 1)))
-    schedule.observe_draft(1, 0.1)
-    states = [RowState(0, 100, 8, peers=peers)]
-    schedule.estimates.note(0, Draft(1, 0, (0.8,)))
-    assert schedule.ask(states) == [int(pays)]
-    assert schedule.cut(states, [Draft(1, 0, (0.8,))]) == [int(pays)]
-
-
 def test_weights_scale_what_a_token_brings() -> None:
-    states = [RowState(0, 9, 4), RowState(1, 9, 4, weight=0.5)]
-    assert weighted(states, [[0.9, 0.8], [0.6]]) == [[0.9, 0.8], [0.3]]
+    states = rows(40, 20)
+    heavy, light = lag_weights(states)
+    assert weighted(states, [[0.9, 0.8], [0.6]]) == [[heavy * 0.9, heavy * 0.8], [light * 0.6]]
 
 
 def seen_weights(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -76,7 +95,7 @@ def seen_weights(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ask = CostAwareSchedule.ask
 
     def noting(self: CostAwareSchedule, rows: list[RowState]) -> list[int]:
-        found.extend(state.weight for state in rows)
+        found.extend(lag_weights(rows))
         return ask(self, rows)
 
     monkeypatch.setattr(CostAwareSchedule, "ask", noting)

@@ -112,10 +112,10 @@ def test_a_profile_of_short_contexts_does_not_hide_that_long_ones_cost_more() ->
 def test_drafts_of_the_row_that_lags_count_as_they_are_weighed() -> None:
     # Only the last row's drafts are worth their time; seven rows that gain nothing by theirs
     # must not make them look like a loss.
-    weights = [7.9, *[0.1 / 7] * 7]
+    left = [200, *[100] * 7]
     run = Simulation(
         cost_aware(), lambda width: 1 + 0.15 * (width - 8), accept=lambda i, row: 0.5,
-        num_rows=8, weights=weights,
+        num_rows=8, left=left,
     )  # fmt: skip
     run.run(300)
     assert run.share_verifying(50) > 0.9

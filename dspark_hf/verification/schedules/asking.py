@@ -1,11 +1,12 @@
-"""How many tokens to ask a drafter for: the length that promises most, drafting included."""
+"""What to ask a drafter for: the rows and the length that promise most, drafting included."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from dspark_hf.verification.schedules.base import total_context, weighted
+from dspark_hf.verification.schedules.base import total_context
+from dspark_hf.verification.schedules.lag import lag_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,11 @@ Drafts = list[list[float]]
 """Drafts that may come together: survivals per row."""
 
 
-def length_to_ask(
+UNLIKE = 2.0
+"""Weights so many times apart, the highest to the lowest, make asking for a few rows an option."""
+
+
+def lengths_to_ask(
     rows: Sequence[RowState],
     room: Sequence[int],
     estimates: SurvivalEstimates,
@@ -27,8 +32,8 @@ def length_to_ask(
     draft_costs: DraftCosts,
     *,
     min_gain: float = 1.0,
-) -> int:
-    """Return the common draft length worth most, of what past rounds tell; 0 if none pays.
+) -> list[int]:
+    """Return the draft lengths worth most, of what past rounds tell: one length for some rows.
 
     Args:
         rows: Of the round.
@@ -39,24 +44,42 @@ def length_to_ask(
         min_gain: How many times plain decoding's speed drafting must promise.
 
     Returns:
-        int: Tokens, up to the longest room.
+        list[int]: Tokens per row, at most its room; zeros where nothing pays.
     """
     count, longest = len(rows), max(room)
     context, signal = total_context(rows), estimates.usual_signal()
     steps = [costs.predict(count + n, context, count) for n in range(sum(room) + 1)]
-    drafting = [
-        draft_costs.predict(length, sum(map(bool, room))) for length in range(1, longest + 1)
-    ]
+    weights = lag_weights(rows)
     likely = [
-        weighted([row] * len(found), found)
-        for row in rows
-        for found in [estimates.likely(row.row_id, signal, longest)]
+        [[weight * s for s in found] for found in estimates.likely(row.row_id, signal, longest)]
+        for row, weight in zip(rows, weights, strict=True)
     ]
-    best, best_rate = 0, count / steps[0] * min_gain
-    for length, rate in enumerate(rates_by_length(_together(likely, room), steps, drafting), 1):
-        if rate > best_rate:
-            best, best_rate = length, rate
+    best, best_rate = [0] * count, count / steps[0] * min_gain
+    for chosen in _choices(weights, room):
+        allowed = [most if r in chosen else 0 for r, most in enumerate(room)]
+        drafting = [draft_costs.predict(n, len(chosen)) for n in range(1, longest + 1)]
+        rates = rates_by_length(_together(likely, allowed), steps, drafting)
+        for length, rate in enumerate(rates, start=1):
+            if rate > best_rate:
+                best, best_rate = [min(length, most) for most in allowed], rate
     return best
+
+
+def whole_blocks(lengths: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Return the lengths of a drafter whose whole block costs no more than a part of it."""
+    return [most if length else 0 for length, most in zip(lengths, room, strict=True)]
+
+
+def _choices(weights: Sequence[float], room: Sequence[int]) -> list[set[int]]:
+    """Return the sets of rows that may be asked for: all, and where they are unlike, the first."""
+    able = sorted((r for r, most in enumerate(room) if most), key=lambda r: -weights[r])
+    choices = [set(able)]
+    if weights[able[0]] > UNLIKE * weights[able[-1]]:
+        few = 1
+        while few < len(able):
+            choices.append(set(able[:few]))
+            few *= 2
+    return choices
 
 
 def rates_by_length(

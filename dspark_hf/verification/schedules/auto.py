@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from dspark_hf.verification.costs import rows_cell
 from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Accounts
-from dspark_hf.verification.schedules.asking import length_to_ask
-from dspark_hf.verification.schedules.base import total_context, weighted
+from dspark_hf.verification.schedules.asking import lengths_to_ask, whole_blocks
+from dspark_hf.verification.schedules.base import total_context
+from dspark_hf.verification.schedules.lag import lag_weights, tokens_gained, weighted
 from dspark_hf.verification.schedules.selection import adaptive_lengths
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 
-MIN_GAIN, GAIN_OF_DOUBLING = 1.05, 0.02
-"""Drafting must promise this many times plain decoding's speed, as estimates are noisy; and so much
-more for each doubling of the rows a caller waits for: the unluckiest of them decides, while plain
-decoding ends all at once."""
+MIN_GAIN = 1.05
+"""Drafting must promise this many times plain decoding's speed, as estimates are noisy."""
 CHEAP = 0.05
 """Drafting that costs less than this share of a step is done even when nothing may come of it."""
 
@@ -66,31 +64,34 @@ class CostAwareSchedule:
         self._draft_s = 0.0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
-        """Ask for the common length that promises most, drafting cost included."""
+        """Ask for the lengths that promise most, drafting cost included."""
         room = [min(self.max_tokens, row.room) for row in rows]
-        asked = self._length(rows, room) if any(room) else 0
+        asked = self._lengths(rows, room) if any(room) else room
         # Known before the round's draft: what that takes may depend on the tokens drawn.
-        self._draft_s = self.draft_costs.predict(asked, sum(map(bool, room)))
-        return [min(asked, most) for most in room]
+        self._draft_s = self.draft_costs.predict(max(asked), sum(map(bool, asked)))
+        return asked
 
-    def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
+    def _lengths(self, rows: Sequence[RowState], room: Sequence[int]) -> list[int]:
         longest = max(room)
         if self.may_pause and self.costs.needs_plain(len(rows), total_context(rows)):
-            return 0
+            return [0] * len(rows)
         if probe := self.draft_costs.probe(longest):
-            return probe
+            return [min(probe, most) for most in room]
         if self.draft_costs.predict(longest, sum(map(bool, room))) < CHEAP * self._step_s(rows, 0):
-            return longest
+            return list(room)
         signal, accounts = self.estimates.usual_signal(), self._accounts_of(len(rows))
-        best = 0
+        best = [0] * len(rows)
         if not accounts.is_paused(signal):
-            best = length_to_ask(
-                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=_min_gain(rows)
+            best = lengths_to_ask(
+                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
             )
-            best = accounts.allowed(signal, best)
-        if best == 0:
+        tried = accounts.allowed(signal, max(best))
+        if tried and not any(best):
+            best = [min(tried, most) for most in room]
+        elif not tried:
             accounts.refill({signal})
-        return longest if best and self.draft_costs.is_whole else min(best, longest)
+            best = [0] * len(rows)
+        return whole_blocks(best, room) if self.draft_costs.is_whole else best
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Verify what promises most; a signal that is held back long enough gets a probe."""
@@ -111,7 +112,7 @@ class CostAwareSchedule:
             weighted(rows, active),
             expected,
             lambda tokens, count: tokens / (self._draft_s + self._step_s(rows, count)),
-            min_gain=_min_gain(rows),
+            min_gain=MIN_GAIN,
         )
         idle = {d.signal for d, n in zip(drafts, lengths, strict=True) if d.num_tokens and not n}
         hopeful = [r for r, survival in enumerate(active) if survival]
@@ -131,36 +132,54 @@ class CostAwareSchedule:
         self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
     ) -> None:
         """Update step costs, survival and the account of every signal that drafted."""
-        num_rows = len(outcomes)
         if verify_s is not None:
-            self.costs.observe(num_tokens, context, verify_s, num_rows)
+            self.costs.observe(num_tokens, context, verify_s, len(outcomes))
         self.estimates.observe(outcomes)
+        spent = self._spent(outcomes, num_tokens, context)
+        gained = self._gained(outcomes) if spent else {}
+        accounts = self._accounts_of(len(outcomes))
+        for signal, tokens in spent.items():
+            accounts.settle(signal, gained.get(signal, 0.0), tokens)
+
+    def _spent(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int
+    ) -> dict[int, float]:
+        """Return the rounds of plain decoding that each signal's drafts took; none, no entry."""
+        num_rows = len(outcomes)
         drafted = {
             outcome.row_id: self._drafts[outcome.row_id][1].num_tokens
             for outcome in outcomes
             if outcome.row_id in self._drafts and self._drafts[outcome.row_id][1].num_tokens
         }
         if not drafted:
-            return
+            return {}
         plain = self.costs.predict(num_rows, context, num_rows)
         wider = self.costs.predict(num_tokens, context, num_rows) - plain
         verified = sum(outcome.verified for outcome in outcomes)
         per_verified = wider / plain / max(verified, 1)
         drafting_s = self.draft_costs.predict(max(drafted.values()), len(drafted))
         drafting = drafting_s / plain / sum(drafted.values())
-        gained: dict[int, float] = {}
         spent: dict[int, float] = {}
         for outcome in outcomes:
             # What is drafted in any case is free for a held-back signal, or it would never return.
             is_paid = outcome.verified > 0 or drafting_s >= CHEAP * plain
             if is_paid and outcome.row_id in drafted:
-                signal, weight = outcome.signal, self._drafts[outcome.row_id][0].weight
-                gained[signal] = gained.get(signal, 0.0) + weight * outcome.accepted / num_rows
                 cost = per_verified * outcome.verified + drafting * drafted[outcome.row_id]
-                spent[signal] = spent.get(signal, 0.0) + cost
-        accounts = self._accounts_of(num_rows)
-        for signal, tokens in gained.items():
-            accounts.settle(signal, tokens, spent[signal])
+                spent[outcome.signal] = spent.get(outcome.signal, 0.0) + cost
+        return spent
+
+    def _gained(self, outcomes: Sequence[RowOutcome]) -> dict[int, float]:
+        """Return the rounds of plain decoding that each signal's accepted drafts are worth."""
+        known = [outcome for outcome in outcomes if outcome.row_id in self._drafts]
+        rows = [self._drafts[outcome.row_id][0] for outcome in known]
+        total = tokens_gained(rows, [outcome.accepted for outcome in known])
+        shares = [w * o.accepted for w, o in zip(lag_weights(rows), known, strict=True)]
+        gained: dict[int, float] = {}
+        for share, outcome in zip(shares, known, strict=True):
+            if share:
+                part = total * share / sum(shares)
+                gained[outcome.signal] = gained.get(outcome.signal, 0.0) + part
+        return gained
 
     def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
         """Remember what a draft of this length took for so many rows."""
@@ -179,7 +198,3 @@ class CostAwareSchedule:
         if cell not in self._accounts:
             self._accounts[cell] = Accounts(may_pause=self.may_pause)
         return self._accounts[cell]
-
-
-def _min_gain(rows: Sequence[RowState]) -> float:
-    return MIN_GAIN + GAIN_OF_DOUBLING * math.log2(max(row.peers for row in rows))

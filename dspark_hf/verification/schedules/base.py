@@ -24,28 +24,18 @@ class RowState:
         row_id: The row.
         context: Tokens it has cached.
         room: Most draft tokens it may verify.
-        weight: What a token of this row is worth beside those of others; 1 on average.
-        peers: Rows whose caller waits for all of them, this one among them.
+        left: Tokens up to its limit, where the caller waits for the last of the rows.
     """
 
     row_id: int
     context: int
     room: int
-    weight: float = 1.0
-    peers: int = 1
+    left: int | None = None
 
 
 def total_context(rows: Sequence[RowState]) -> int:
     """Return the tokens all rows have cached."""
     return sum(row.context for row in rows)
-
-
-def weighted(rows: Sequence[RowState], survivals: Sequence[list[float]]) -> list[list[float]]:
-    """Return what each draft token is expected to bring: survivals times the row's weight."""
-    return [
-        [row.weight * survival for survival in found] if row.weight != 1.0 else found
-        for row, found in zip(rows, survivals, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

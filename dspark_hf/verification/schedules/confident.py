@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.schedules.accounts import Probes
-from dspark_hf.verification.schedules.asking import length_to_ask
-from dspark_hf.verification.schedules.base import total_context, weighted
+from dspark_hf.verification.schedules.asking import lengths_to_ask, whole_blocks
+from dspark_hf.verification.schedules.base import total_context
+from dspark_hf.verification.schedules.lag import weighted
 from dspark_hf.verification.schedules.selection import best_lengths, frontier
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -155,7 +156,8 @@ class BudgetSchedule(_ConfidenceSchedule):
     drafts up to two rounds earlier, where a row that had none counts as drafts of its signal
     usually went; for an exempt one by its own. Rows may join and leave at any time. The current
     survivals of drawn drafts only rank (`selection.frontier`). What drafting takes counts as well:
-    of all lengths the best is asked for; where none pays, one token now and then.
+    of all lengths, for all rows or for those that lag, the best is asked for; where
+    none pays, one token now and then.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
@@ -178,28 +180,27 @@ class BudgetSchedule(_ConfidenceSchedule):
         self._apart, self._is_trial, self._draft_s = DRAFTS_APART, False, 0.0
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
-        """Ask for the length that pays best by past rounds."""
+        """Ask for the lengths that pay best by past rounds."""
         self._rounds += 1
         room, self._is_trial = super().ask(rows), False
-        asked = self._length(rows, room) if any(room) else 0
+        asked = self._lengths(rows, room) if any(room) else room
         # Known before the round's draft: what that takes may depend on the tokens drawn.
-        self._draft_s = self.draft_costs.predict(asked, sum(map(bool, room)))
-        return [min(asked, most) for most in room]
+        self._draft_s = self.draft_costs.predict(max(asked), sum(map(bool, asked)))
+        return asked
 
-    def _length(self, rows: Sequence[RowState], room: Sequence[int]) -> int:
-        longest = max(room)
-        if probe := self.draft_costs.probe(longest):
-            return probe
-        best = length_to_ask(rows, room, self.estimates, self.costs, self.draft_costs)
-        if best:
+    def _lengths(self, rows: Sequence[RowState], room: Sequence[int]) -> list[int]:
+        if probe := self.draft_costs.probe(max(room)):
+            return [min(probe, most) for most in room]
+        best = lengths_to_ask(rows, room, self.estimates, self.costs, self.draft_costs)
+        if any(best):
             self._idle, self._apart = 0, DRAFTS_APART
-            return longest if self.draft_costs.is_whole else best
+            return whole_blocks(best, room) if self.draft_costs.is_whole else best
         self._idle += 1
         if self._idle < self._apart:
-            return 0
+            return best
         self._idle, self._apart = 0, min(2 * self._apart, FURTHEST_APART)
         self._is_trial = True
-        return 1
+        return [min(1, most) for most in room]
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Spend the budget on the likeliest tokens of this round."""
