@@ -54,6 +54,7 @@ class StepCosts:
         self._on_stale: Callable[[], None] | None = None
         self._predicted: dict[tuple[_Group, int], float] = {}
         self._medians: dict[_Group, dict[int, float]] = {}
+        self._nearest: dict[_Group, list[_Group]] = {}
 
     def observe(self, num_tokens: int, context: int, seconds: float, num_rows: int = 1) -> None:
         """Add one measured forward.
@@ -65,6 +66,8 @@ class StepCosts:
             num_rows: Rows among which the tokens were.
         """
         group, cell = (rows_cell(num_rows), _range(context)), _cell(num_tokens)
+        if group not in self._seconds:
+            self._nearest.clear()
         widths = self._seconds.setdefault(group, {})
         widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
@@ -88,6 +91,7 @@ class StepCosts:
         for entry in entries:
             group = (rows_cell(entry.num_rows), _range(entry.context))
             self._seeds.setdefault(group, {})[_cell(entry.num_tokens)] = entry.seconds
+        self._nearest.clear()
 
     @property
     def is_seeded(self) -> bool:
@@ -105,10 +109,27 @@ class StepCosts:
         Returns:
             float: Seconds; 1.0 before anything was measured.
         """
-        key = ((rows_cell(num_rows), _range(context)), _cell(num_tokens))
-        if key not in self._predicted:
-            self._predicted[key] = self._predict(*key)
-        return self._predicted[key]
+        return self.predict_widths(range(num_tokens, num_tokens + 1), context, num_rows)[0]
+
+    def predict_widths(self, widths: range, context: int, num_rows: int = 1) -> list[float]:
+        """Return the expected seconds of forwards over each of several numbers of tokens.
+
+        Args:
+            widths: New tokens over all rows, each at least 1.
+            context: Cached tokens of all rows.
+            num_rows: Rows among which the tokens are.
+
+        Returns:
+            list[float]: Seconds, as `predict` gives them.
+        """
+        group = rows_cell(num_rows), _range(context)
+        return [self._at(group, _cell(num_tokens)) for num_tokens in widths]
+
+    def _at(self, group: _Group, cell: int) -> float:
+        found = self._predicted.get((group, cell))
+        if found is None:
+            found = self._predicted[group, cell] = self._predict(group, cell)
+        return found
 
     def needs_plain(self, num_rows: int, context: int) -> bool:
         """Tell whether a round without drafts is due: what drafts are compared with.
@@ -134,8 +155,7 @@ class StepCosts:
         here = self._known(group)
         if cell in here:
             return here[cell]
-        others = [g for g in {**self._seconds, **self._seeds} if g != group]
-        known = [(g, self._known(g)) for g in sorted(others, key=lambda g: _distance(g, group))]
+        known = [(other, self._known(other)) for other in self._others(group)]
         # The same rows at another context; then this group's own neighbours; then anything.
         for other, there in known:
             if other[0] == group[0] and cell in there:
@@ -150,6 +170,13 @@ class StepCosts:
                 if borrowed is not None:
                     return borrowed
         return interpolate(here or (known[0][1] if known else {}), cell)
+
+    def _others(self, group: _Group) -> list[_Group]:
+        """Return the groups of which something is known but this one, the nearest first."""
+        if group not in self._nearest:
+            others = [g for g in {**self._seconds, **self._seeds} if g != group]
+            self._nearest[group] = sorted(others, key=lambda other: _distance(other, group))
+        return self._nearest[group]
 
     def _known(self, group: _Group) -> dict[int, float]:
         if group not in self._medians:
@@ -190,6 +217,7 @@ class StepCosts:
         self._ratios.clear()
         self._predicted.clear()
         self._medians.clear()
+        self._nearest.clear()
 
 
 def _borrow(here: dict[int, float], there: dict[int, float], cell: int) -> float | None:

@@ -33,6 +33,8 @@ class DraftCosts:
         """
         self.block_size, self.grows = block_size, grows
         self._seconds: dict[int, dict[int, deque[float]]] = {}
+        self._lines: dict[int, dict[int, float]] = {}
+        self._predicted: dict[tuple[int, int], float] = {}
 
     @property
     def is_whole(self) -> bool:
@@ -74,6 +76,8 @@ class DraftCosts:
         key = num_tokens if self.grows or self.block_size is None else self.block_size
         lengths = self._seconds.setdefault(rows_cell(num_rows), {})
         lengths.setdefault(key, deque(maxlen=KEPT)).append(seconds)
+        self._lines.pop(rows_cell(num_rows), None)
+        self._predicted.clear()
 
     def predict(self, length: int, num_rows: int = 1) -> float:
         """Return the expected seconds of a draft, by what was measured of other ones.
@@ -84,7 +88,12 @@ class DraftCosts:
         """
         if not self._seconds or length == 0:
             return 0.0
-        cell = rows_cell(num_rows)
+        key = rows_cell(num_rows), length
+        if key not in self._predicted:
+            self._predicted[key] = self._predict(*key)
+        return self._predicted[key]
+
+    def _predict(self, cell: int, length: int) -> float:
         if cell in self._seconds:
             return self._of_cell(cell, length)
         below = max((c for c in self._seconds if c < cell), default=None)
@@ -114,7 +123,9 @@ class DraftCosts:
         return max(lengths) - min(lengths)
 
     def _line(self, cell: int) -> dict[int, float]:
-        return {n: median(found) for n, found in self._seconds[cell].items()}
+        if cell not in self._lines:
+            self._lines[cell] = {n: median(found) for n, found in self._seconds[cell].items()}
+        return self._lines[cell]
 
     def _times_tried(self, length: int) -> int:
         return sum(len(found.get(length, ())) for found in self._seconds.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from dspark_hf.verification.draft_costs import DraftCosts
@@ -21,12 +22,30 @@ def estimates_of(*drafts: tuple[float, ...]) -> SurvivalEstimates:
 
 def test_a_rate_counts_the_tokens_that_pay_and_the_drafting_of_all() -> None:
     # One draft of survivals 0.9 and 0.1; the second token is not worth its step.
-    rates = rates_by_length([[[0.9, 0.1]]], [1.0, 1.1, 1.5], [0.1, 0.2])
+    rates = rates_by_length(np.array([[[0.9, 0.1]]]), [1.0, 1.1, 1.5], [0.1, 0.2])
     assert rates == pytest.approx([1.9 / 1.2, 1.9 / 1.3])
 
 
+def test_rates_are_those_of_counting_one_by_one() -> None:
+    stream = np.random.default_rng(0)
+    rounds = np.sort(stream.random((3, 4, 5)), axis=-1)[..., ::-1] * stream.random((1, 4, 1)) * 2
+    rounds[:, 1, 2:] = 0
+    steps = np.cumsum(stream.random(21) * 0.1).tolist()
+    drafting = [0.1, 0.1, 0.2, 0.2, 0.3]
+    expected = []
+    for length, draft_s in enumerate(drafting, start=1):
+        tokens = seconds = 0.0
+        for drafts in rounds:
+            ranked = sorted((s for row in drafts for s in row[:length]), reverse=True)
+            tried = [(4 + sum(ranked[:n]), draft_s + steps[n]) for n in range(len(ranked) + 1)]
+            found, took = max(tried, key=lambda pair: pair[0] / pair[1])
+            tokens, seconds = tokens + found, seconds + took
+        expected.append(tokens / seconds)
+    assert rates_by_length(rounds, steps, drafting) == pytest.approx(expected)
+
+
 def test_a_rate_is_over_all_rounds_and_not_a_mean_of_rates() -> None:
-    rounds = [[[1.0]], [[0.0]]]
+    rounds = np.array([[[1.0]], [[0.0]]])
     assert rates_by_length(rounds, [1.0, 1.5], [0.5]) == pytest.approx([3.0 / (2.0 + 1.5)])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dspark_hf.verification.schedules.base import total_context
 from dspark_hf.verification.schedules.lag import lag_weights
@@ -11,13 +12,12 @@ from dspark_hf.verification.schedules.lag import lag_weights
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.draft_costs import DraftCosts
     from dspark_hf.verification.schedules.base import RowState
     from dspark_hf.verification.survival import SurvivalEstimates
-
-Drafts = list[list[float]]
-"""Drafts that may come together: survivals per row."""
 
 
 UNLIKE = 2.0
@@ -48,17 +48,16 @@ def lengths_to_ask(
     """
     count, longest = len(rows), max(room)
     context, signal = total_context(rows), estimates.usual_signal()
-    steps = [costs.predict(count + n, context, count) for n in range(sum(room) + 1)]
+    steps = costs.predict_widths(range(count, count + sum(room) + 1), context, count)
     weights = lag_weights(rows)
-    likely = [
-        [[weight * s for s in found] for found in estimates.likely(row.row_id, signal, longest)]
-        for row, weight in zip(rows, weights, strict=True)
-    ]
+    likely = [estimates.likely(row.row_id, signal, longest) for row in rows]
+    rounds = _together(likely) * np.array(weights)[:, None]
     best, best_rate = [0] * count, count / steps[0] * min_gain
     for chosen in _choices(weights, room):
         allowed = [most if r in chosen else 0 for r, most in enumerate(room)]
         drafting = [draft_costs.predict(n, len(chosen)) for n in range(1, longest + 1)]
-        rates = rates_by_length(_together(likely, allowed), steps, drafting)
+        is_allowed = np.arange(longest) < np.array(allowed)[:, None]
+        rates = rates_by_length(rounds * is_allowed, steps, drafting)
         for length, rate in enumerate(rates, start=1):
             if rate > best_rate:
                 best, best_rate = [min(length, most) for most in allowed], rate
@@ -83,44 +82,50 @@ def _choices(weights: Sequence[float], room: Sequence[int]) -> list[set[int]]:
 
 
 def rates_by_length(
-    rounds: Sequence[Drafts], steps: Sequence[float], drafting: Sequence[float]
+    rounds: NDArray[np.float64], steps: Sequence[float], drafting: Sequence[float]
 ) -> list[float]:
     """Return tokens per second of drafting 1, 2, ... tokens a row, over rounds that may come.
 
     Of each round the tokens are counted that would be verified: those that pay.
 
     Args:
-        rounds: Drafts that may come.
+        rounds: What each token of the drafts that may come brings, of shape (rounds, rows, tokens);
+            0 for what is not asked for.
         steps: Seconds of verifying 0, 1, ... draft tokens.
         drafting: Seconds of drafting 1, 2, ... tokens a row.
 
     Returns:
         list[float]: One rate per entry of `drafting`.
     """
-    rates = []
-    for length, draft_s in enumerate(drafting, start=1):
-        tokens = seconds = 0.0
-        for drafts in rounds:
-            ranked = sorted((s for row in drafts for s in row[:length]), reverse=True)
-            gained = accumulate(ranked, initial=float(len(drafts)))
-            paired = ((found, draft_s + step) for found, step in zip(gained, steps, strict=False))
-            found, took = max(paired, key=lambda pair: pair[0] / pair[1])
-            tokens, seconds = tokens + found, seconds + took
-        rates.append(tokens / seconds)
-    return rates
+    num_rounds, num_rows, longest = rounds.shape
+    lengths = np.arange(1, len(drafting) + 1)
+    drafted = rounds * (np.arange(longest) < lengths[:, None])[:, None, None]
+    ranked = -np.sort(-drafted.reshape(len(lengths), num_rounds, -1), axis=-1)
+    ranked = ranked[..., : len(steps) - 1]
+    gained = np.pad(ranked.cumsum(axis=-1), ((0, 0), (0, 0), (1, 0))) + num_rows
+    seconds = np.array(steps[: gained.shape[-1]]) + np.array(drafting)[:, None, None]
+    best = (gained / seconds).argmax(axis=-1)[..., None]
+    tokens = np.take_along_axis(gained, best, axis=-1).sum(axis=(1, 2))
+    took = np.take_along_axis(np.broadcast_to(seconds, gained.shape), best, axis=-1)
+    return [float(rate) for rate in tokens / took.sum(axis=(1, 2))]
 
 
-def _together(likely: Sequence[Sequence[list[float]]], room: Sequence[int]) -> list[Drafts]:
+def _together(likely: Sequence[Sequence[list[float]]]) -> NDArray[np.float64]:
     """Make rounds of the drafts each row may have, unlike ones together.
 
     Rows are not lucky all at once; with several of them, few rounds show what to expect.
+
+    Args:
+        likely: Per row, survivals of drafts that may come, all of one length.
+
+    Returns:
+        NDArray: Of shape (rounds, rows, tokens).
     """
     count = len(likely)
     num_rounds = max(1, max(map(len, likely)) // count)
-    return [
+    return np.array(
         [
-            drafts[(turn * count + r) % len(drafts)][:most]
-            for r, (drafts, most) in enumerate(zip(likely, room, strict=True))
+            [drafts[(turn * count + r) % len(drafts)] for r, drafts in enumerate(likely)]
+            for turn in range(num_rounds)
         ]
-        for turn in range(num_rounds)
-    ]
+    )
