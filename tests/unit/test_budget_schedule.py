@@ -138,7 +138,7 @@ def test_the_current_confidences_rank_what_the_budget_buys() -> None:
 
 
 def test_a_budget_survives_rows_that_join_and_leave() -> None:
-    schedule, stream = budget(), random.Random(5)  # noqa: S311
+    schedule, stream = budget(), random.Random(5)  # noqa: S311 - not for secrets
     for i in range(200):
         present = stream.sample(range(6), stream.randint(1, 4))
         states = [RowState(row, 100, 12) for row in present]

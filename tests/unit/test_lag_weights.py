@@ -54,7 +54,7 @@ def test_what_a_row_ahead_gets_is_no_gain_and_the_last_rows_tokens_are() -> None
 @pytest.mark.parametrize(("luck", "bound"), [([0, 2, 2, 2], 10.0), ([0, 0, 0, 2], 7.0)])
 def test_gains_of_a_call_add_up_to_the_rounds_it_saved(luck: list[int], bound: float) -> None:
     # Each row gets at most so many drafts accepted a round; the call ends with its last row.
-    stream = random.Random(1)  # noqa: S311
+    stream = random.Random(1)  # noqa: S311 - not for secrets
     left, total, naive, num_rounds = dict(enumerate([60] * 4)), 0.0, 0.0, 0
     while left:
         num_rounds += 1
