@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dspark_hf.attention.pages import PAGE, PageSummaries
+from dspark_hf.attention.policy import CALM
 from dspark_hf.attention.sparse import SparseRow, SparseStats, attend_pages
 from dspark_kernels.ragged_attention.op import packed_attention
 
@@ -62,7 +63,7 @@ def measure_crossover(
         shape = (COPIES, num_kv, length + PAGE - length % PAGE, dim)
         keys = torch.randn(shape, generator=generator).to(device, dtype)
         values = torch.randn(shape, generator=generator).to(device, dtype)
-        row = SparseRow(timed, SparseStats(), 0)
+        row = SparseRow(timed, SparseStats(), 0, CALM)
         summaries = PageSummaries()
 
         def dense(

@@ -41,6 +41,10 @@ class StepSignals:
     steps: int = 0
 
 
+CALM = StepSignals(steps=1 << 30)
+"""What is known where nothing makes a step critical."""
+
+
 class BudgetPolicy(Protocol):
     """Decides how many tokens a step may read per key head, before the step."""
 
@@ -97,34 +101,43 @@ class BoostedBudget:
 
     Attributes:
         boost: Factor at critical positions.
-        entropy: Nats from which a step counts as uncertain.
+        entropy: Nats from which a step counts as uncertain; None for never.
         delimiters: Token ids after which a step is critical.
         first_steps: Steps after the prompt that are critical.
+        after_rejection: Whether a step after a refused draft is critical.
         by_layer: Factors per layer; empty for 1.
     """
 
     boost: float = 2.0
-    entropy: float = 3.0
+    entropy: float | None = 3.0
     delimiters: frozenset[int] = frozenset()
     first_steps: int = 4
+    after_rejection: bool = True
     by_layer: tuple[float, ...] = ()
-    needs_entropy: bool = True
 
     def __post_init__(self) -> None:
         """Refuse factors that cannot be honoured, naming the parameter."""
         _check_factors("factors in by_layer", self.by_layer)
         _check_factors("boost", (self.boost,))
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether uncertainty counts."""
+        return self.entropy is not None
+
     def factor(self, layer: int, signals: StepSignals) -> float:
         """Return the layer's factor, boosted at critical positions."""
         is_critical = (
-            signals.was_rejected
+            (signals.was_rejected and self.after_rejection)
             or signals.steps < self.first_steps
             or signals.token in self.delimiters
-            or (signals.entropy is not None and signals.entropy >= self.entropy)
+            or self._is_uncertain(signals.entropy)
         )
         base = self.by_layer[layer] if self.by_layer else 1.0
         return base * self.boost if is_critical else base
+
+    def _is_uncertain(self, entropy: float | None) -> bool:
+        return entropy is not None and self.entropy is not None and entropy >= self.entropy
 
 
 BLOCKS = (64, 128)
@@ -260,9 +273,12 @@ class SparsePolicy:
 
 PRESETS = {
     "quality": SparsePolicy(tokens=2048, mass=0.98),
-    "fast": SparsePolicy(tokens=1024),
+    "fast": SparsePolicy(
+        tokens=1024, budget=BoostedBudget(entropy=None, first_steps=16, after_rejection=False)
+    ),
 }
-"""What `sparse_attention("quality")` and `"fast"` mean."""
+"""What `sparse_attention("quality")` and `"fast"` mean. An answer begins in the first steps after a
+prompt: there `fast` reads twice as much."""
 
 
 def resolve_policy(policy: SparsePolicy | str | None) -> SparsePolicy | None:

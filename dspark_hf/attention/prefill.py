@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's own abbreviation
 
 from dspark_hf.attention.leaders import LEADERS
 from dspark_hf.attention.pages import PAGE
-from dspark_hf.attention.policy import StepSignals
+from dspark_hf.attention.policy import CALM
 from dspark_hf.attention.predictors import scores_of_tokens
 from dspark_hf.attention.sparse import gather_pages
 from dspark_kernels.block_sparse_prefill.op import MAX_DIM, block_sparse_prefill
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from dspark_hf.attention.policy import SparsePolicy, SparsePrefill
     from dspark_hf.attention.sparse import SparseRow
 
-CALM = StepSignals(steps=1 << 30)
-"""What budgets hear of a block: nothing that would make a step critical."""
 MAX_SCORES = 1 << 22
 """Scores held at once, over leaders, heads and pages: 16 MiB."""
 

@@ -7,7 +7,7 @@ as concentrated as in a text, and no prompt of that length has to be read first.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from dspark_hf import compat
 from dspark_hf.attention.pages import PageSummaries
-from dspark_hf.attention.policy import PRESETS
+from dspark_hf.attention.policy import CALM, PRESETS
 from dspark_hf.attention.sparse import SparseReading, SparseRow, SparseStats, attend_pages
 from dspark_hf.benchmarks import contenders as who
 from dspark_hf.benchmarks.bench import Bench, SectionResult
@@ -192,7 +192,7 @@ def _layer_ways(
         if policy.tokens >= case.context:
             continue
         stats = SparseStats()
-        row = SparseRow(policy, stats, 0)
+        row = SparseRow(policy, stats, 0, CALM)
         summaries = [PageSummaries() for _ in held]
         for pages, (keys, _) in zip(summaries, held, strict=True):
             # A context is summarised as it is read, not by the step that attends to it.
@@ -247,7 +247,8 @@ def _model_ways(
     @torch.no_grad()
     def ours(reading: SparseReading | None) -> Any:
         for row in range(case.rows):
-            target.read_sparsely(row, None if reading is None else reading.row())
+            read = None if reading is None else replace(reading.row(), signals=CALM)
+            target.read_sparsely(row, read)
         out = target.forward([Feed(row, ids, len(ids)) for row in range(case.rows)])
         for row in range(case.rows):
             target.rollback(row, case.context)

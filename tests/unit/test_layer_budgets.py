@@ -256,12 +256,12 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_factors_go_to_either_budget_and_to_a_model_of_their_size(saved: tuple[Any, Any]) -> None:
-    model, calm = saved[0], StepSignals(entropy=0.0, steps=9)
+    model, calm = saved[0], StepSignals(entropy=0.0, steps=99)
     boosted = SparsePolicy(budget=BoostedBudget(boost=4.0))
     for base, factor in (("fast", 1), (POLICY, 1), (boosted, 4)):
         budget = FOUND.policy(base, model).budget
         assert budget.factor(2, calm) == 2.0
-        assert budget.factor(2, StepSignals(was_rejected=True)) == 2.0 * factor
+        assert budget.factor(2, StepSignals(was_rejected=True, steps=99)) == 2.0 * factor
     assert FOUND.policy("fast", model).tokens == 1024
     with pytest.raises(ConfigError, match="each of the model's 2 layers"):
         FOUND.policy(POLICY, tiny.llama(num_hidden_layers=2))

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from dspark_hf.attention.pages import PAGE, PageSummaries
-from dspark_hf.attention.policy import BoostedBudget, FlatBudget, SparsePolicy, StepSignals
+from dspark_hf.attention.policy import (
+    PRESETS,
+    BoostedBudget,
+    FlatBudget,
+    SparsePolicy,
+    StepSignals,
+)
 from dspark_hf.attention.predictors import BoundPredictor, RecentPredictor, page_weights
 from dspark_hf.attention.sparse import SparseRow, SparseStats, attend_pages, best_pages, merge
 from dspark_hf.errors import ConfigError
@@ -224,7 +230,23 @@ def test_a_boosted_budget_grows_at_critical_steps_only() -> None:
         StepSignals(entropy=1.0, token=3, steps=9, was_rejected=True),
     ):
         assert (budget.factor(0, signals), budget.factor(1, signals)) == (3.0, 1.5)
+    unmoved = BoostedBudget(boost=3.0, entropy=None, after_rejection=False)
+    assert budget.needs_entropy
+    assert not unmoved.needs_entropy
+    assert unmoved.factor(0, StepSignals(entropy=9.0, steps=9, was_rejected=True)) == 1.0
     assert FlatBudget((0.25, 2.0)).factor(1, calm) == 2.0
+
+
+def test_fast_reads_twice_as_much_where_an_answer_begins() -> None:
+    query, keys, values = tensors((4, 2), 4096, 1)
+    read = []
+    for steps in (0, 15, 16):
+        row = SparseRow(PRESETS["fast"], SparseStats(), 0, StepSignals(steps=steps))
+        attend_pages(
+            query, keys, values, PageSummaries(), row, slot=0, past=4095, layer=0, scale=0.3
+        )
+        read.append(row.stats.mean_pages)
+    assert read == [128, 128, 64]
 
 
 @pytest.mark.parametrize(
