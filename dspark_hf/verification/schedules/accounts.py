@@ -14,7 +14,7 @@ START_CREDIT, MOST_CREDIT = 0.5, 3.0
 WORST_STREAK = 4
 """Rounds without an accepted token that a signal may survive after wins, whatever they cost."""
 PROBE_CREDIT = 1.5
-"""Credit at which a signal is tried although its estimate speaks against it."""
+"""What a signal must have earned by waiting to be tried although its estimate speaks against it."""
 REFILL = 0.02
 """Credit a held-back signal earns a round, in tokens: the share of speed another try may cost."""
 WORST_ROUND = 20.0
@@ -32,7 +32,9 @@ class Accounts:
     All is counted in tokens a row, so that a round of many rows weighs as much as a round of one.
 
     A signal in debt is paused and earns its next try slowly, so that text on which drafting never
-    pays loses a few tokens and then about `REFILL` of its speed, whatever the estimates say.
+    pays loses a few tokens and then about `REFILL` of its speed, whatever the estimates say. What
+    it earns by waiting is kept apart from what it won: only that buys a try of drafts that do not
+    look like paying.
     """
 
     def __init__(self, *, may_pause: bool = True) -> None:
@@ -43,6 +45,7 @@ class Accounts:
         """
         self.may_pause = may_pause
         self._credit: dict[int, float] = {}
+        self._waited: dict[int, float] = {}
 
     def is_paused(self, signal: int) -> bool:
         """Tell whether a signal is in debt."""
@@ -54,13 +57,14 @@ class Accounts:
             return max(wanted, 1)
         if wanted and not self.is_paused(signal):
             return wanted
-        return PROBE_TOKENS if self._of(signal) >= PROBE_CREDIT else 0
+        return PROBE_TOKENS if self._waited_of(signal) >= PROBE_CREDIT else 0
 
     def refill(self, signals: Iterable[int]) -> None:
         """Let held-back signals earn a little."""
         for signal in signals:
             credit = self._of(signal)
             self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
+            self._waited[signal] = min(self._waited_of(signal) + REFILL, PROBE_CREDIT)
 
     def settle(self, signal: int, gained: float, spent: float) -> None:
         """Book a round's drafts of a signal.
@@ -72,9 +76,15 @@ class Accounts:
         """
         credit = self._of(signal) + max(gained - spent, -WORST_ROUND)
         self._credit[signal] = min(credit, max(MOST_CREDIT, WORST_STREAK * spent))
+        # Wins are no reason to try what does not look like paying; a debt is paid back first.
+        waited = self._waited_of(signal) + min(gained - spent, 0.0)
+        self._waited[signal] = max(waited, min(self._of(signal), 0.0))
 
     def _of(self, signal: int) -> float:
         return self._credit.get(signal, START_CREDIT)
+
+    def _waited_of(self, signal: int) -> float:
+        return self._waited.get(signal, 0.0)
 
 
 class Probes:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from dspark_hf.verification.costs import StepCosts
     from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 
-MIN_GAIN = 1.05
-"""Drafting must promise this many times plain decoding's speed, as estimates are noisy."""
+MIN_GAIN, MIN_GAIN_OF_PAID = 1.05, 1.02
+"""Verifying drafts that cost nothing must promise this many times plain decoding's speed, as
+estimates are noisy; asking for drafts that cost time, so many times: less, as nothing is spent yet
+and an account is kept of what will be."""
 CHEAP = 0.05
 """Drafting that costs less than this share of a step is done even when nothing may come of it."""
 
@@ -83,7 +85,7 @@ class CostAwareSchedule:
         best = [0] * len(rows)
         if not accounts.is_paused(signal):
             best = lengths_to_ask(
-                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN
+                rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN_OF_PAID
             )
         tried = accounts.allowed(signal, max(best))
         if tried and not any(best):
@@ -112,7 +114,8 @@ class CostAwareSchedule:
             weighted(rows, active),
             expected,
             lambda tokens, count: tokens / (self._draft_s + self._step_s(rows, count)),
-            min_gain=MIN_GAIN,
+            # What cost time was decided for when it was asked for.
+            min_gain=MIN_GAIN if self._draft_s < CHEAP * self._step_s(rows, 0) else 1.0,
         )
         idle = {d.signal for d, n in zip(drafts, lengths, strict=True) if d.num_tokens and not n}
         hopeful = [r for r, survival in enumerate(active) if survival]
