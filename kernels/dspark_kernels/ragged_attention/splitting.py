@@ -52,7 +52,7 @@ def split_attention(
     scale: float,
     parts: int,
 ) -> torch.Tensor:  # [B, H, R, D]
-    """Attend in `parts` equal parts of the keys, and a last one of what is left, then merge.
+    """Attend in `parts` equal parts of the keys, and to what is left key by key, then merge.
 
     Args:
         query: Queries; a group's heads are packed into R.
@@ -70,9 +70,6 @@ def split_attention(
         pieces: torch.Tensor = tensor.narrow(axis, 0, whole).unflatten(axis, (parts, size))
         return pieces.movedim(axis, 0)
 
-    def rest(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        return tensor.narrow(axis, whole, tensor.shape[axis] - whole)[None]
-
     rows = []
     for row in range(query.shape[0]):
         own, keys, values = query[row], key[row], value[row]
@@ -80,13 +77,18 @@ def split_attention(
         part = None if bias is None else cut(bias, 1)
         outs, lses = _attend(own, cut(keys, 1), cut(values, 1), part, scale)
         if whole < key.shape[2]:
-            part = None if bias is None else rest(bias, 1)
-            last = _attend(own, rest(keys, 1), rest(values, 1), part, scale)
-            outs, lses = torch.cat([outs, last[0]]), torch.cat([lses, last[1]])
+            # Fewer keys than parts: neither the kernel nor a matrix product is worth its start.
+            scores = (own.float()[:, :, None] * keys[:, None, whole:]).sum(-1) * scale
+            if bias is not None:
+                scores = scores + bias[:, whole:]
+            lses = torch.cat([lses, scores.movedim(-1, 0)])
         # As `merge_lse`, in fewer operations: no query is hidden from all parts.
-        weights = torch.softmax(lses, dim=0)[..., None]
-        merged: torch.Tensor = (outs * weights).sum(dim=0)
-        rows.append(merged.to(outs.dtype))
+        weights = (lses - lses.amax(dim=0)).exp()
+        merged: torch.Tensor = (outs * weights[:parts, ..., None]).sum(dim=0)
+        if whole < key.shape[2]:
+            left = weights[parts:].movedim(0, -1)[..., None]  # [H, R, left, 1]
+            merged = merged + (left * values[:, None, whole:]).sum(2)
+        rows.append((merged / weights.sum(dim=0)[..., None]).to(outs.dtype))
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
