@@ -53,7 +53,7 @@ class DraftContext:
         ]
         self.cache = DSparkCache(self.windows, 256)
         self._rows: dict[int, _Waiting] = {}
-        self._masks: dict[tuple[int, str, int], torch.Tensor | None] = {}
+        self._masks: dict[tuple[int, str], torch.Tensor | None] = {}
 
     def take(self, row_id: int, start: int, features: torch.Tensor) -> None:
         """Add a row's features.
@@ -151,7 +151,10 @@ class DraftContext:
             first = group.segments[0].start // size
             part = blocks[:, first : first + len(group.segments)]
             keys, values = held.view(group)
-            mask = self._mask(place, layer, group, query.shape[1] // key.shape[1], count)
+            heads = query.shape[1] // key.shape[1]
+            mask = self._mask(place, layer, group, heads)
+            if mask is not None and count < size:
+                mask = mask.unflatten(2, (heads, size))[:, :, :, :count].flatten(2, 3)
             out = packed_attention(part.transpose(0, 1), keys, values, mask, scale=scale)
             outs.append(out.flatten(0, 1))
         return torch.cat(outs)[None]
@@ -172,20 +175,17 @@ class DraftContext:
     def _projected(self, row_id: int) -> int:
         return self.cache.lengths.get(row_id, 0)
 
-    def _mask(
-        self, place: int, layer: int, group: Group, heads: int, count: int
-    ) -> torch.Tensor | None:
-        """Return what a group's blocks see, built once per draft, kind of layer and count."""
+    def _mask(self, place: int, layer: int, group: Group, heads: int) -> torch.Tensor | None:
+        """Return what a group's blocks see, built once per draft and kind of layer."""
         spec = self.spec
-        key = (place, spec.layer_types[layer], count)
+        key = (place, spec.layer_types[layer])
         if key not in self._masks:
             is_even = len({segment.past for segment in group.segments}) == 1
             if is_even and not (spec.is_sliding(layer) and spec.sliding_is_causal):
                 # The keys in view are exactly the window and the block.
                 self._masks[key] = None
             else:
-                visible = self._visible(layer, group)[:, :count]
-                self._masks[key] = pack_mask(visible, heads, self.model.dtype)
+                self._masks[key] = pack_mask(self._visible(layer, group), heads, self.model.dtype)
         return self._masks[key]
 
     def _visible(self, layer: int, group: Group) -> torch.Tensor:
