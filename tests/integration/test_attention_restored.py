@@ -282,10 +282,12 @@ def test_a_plain_forward_in_another_thread_is_right_while_the_model_generates() 
     with wrapped(model, "lookup"):
         worker = threading.Thread(target=look)
         worker.start()
-        for _ in range(3):
-            out = generate(model, PROMPTS, max_new_tokens=60)
-        stop.set()
-        worker.join()
+        try:
+            for _ in range(3):
+                out = generate(model, PROMPTS, max_new_tokens=60)
+        finally:
+            stop.set()
+            worker.join()
     assert out.sequences.tolist() == plain.tolist()
     assert len(errors) > 2
     assert max(errors) < 1e-4

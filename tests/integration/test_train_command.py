@@ -222,7 +222,7 @@ def test_a_killed_command_is_continued_by_itself(target, tmp_path):
             process.send_signal(signal.SIGKILL)
             break
     process.stdout.close()
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     state = torch.load(tmp_path / "killed" / "state.pt", weights_only=True)
     assert 9 <= state["step"] < 60
     for out in ("killed", "whole"):
@@ -244,7 +244,10 @@ def test_two_processes_average_their_gradients_and_write_one_result(target, tmp_
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
                 str(free_port())]  # fmt: skip
     process = start([*common, "--out", tmp_path / "two"], launcher)
-    output, _ = process.communicate(timeout=300)
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
     assert process.returncode == 0, output
     assert output.count("The drafter is in") == 1
     one, two = (

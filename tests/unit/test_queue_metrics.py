@@ -302,10 +302,12 @@ def test_metrics_may_be_read_while_steps_run(queue: GenerationQueue) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     handles = [queue.submit(tiny.prompt(5, seed=i), max_new_tokens=12, **GREEDY) for i in range(6)]
-    for handle in handles:
-        handle.result(60)
-    is_over.set()
-    reader.join()
+    try:
+        for handle in handles:
+            handle.result(60)
+    finally:
+        is_over.set()
+        reader.join()
     assert found == sorted(found)
     assert queue.metrics()["total"]["new_tokens"] == 72
 

@@ -23,7 +23,7 @@ from dspark_kernels.testing.tables import KERNELS, README, RESOURCES, render
 
 def run_python(code):
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)  # noqa: S603
 
 
 def test_the_tables_are_as_generated():
