@@ -7,15 +7,15 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
+from dspark_hf.verification.cost_curves import Measured, borrow, interpolate, steadied
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from dspark_hf.verification.profile import StepSeconds
 
-KEPT = 9
-"""Observations kept per cell: a median of nine shrugs off a stall and follows a real change."""
-OPTIMISTIC_SLOPE = 0.01
-"""Assumed extra cost per token beyond what was measured; low, so that widths get tried once."""
+KEPT = 31
+"""Observations kept per cell: their median shrugs off stalls and follows a real change."""
 EXACT_WIDTHS = 16
 """Up to this many tokens each width has its own cell; beyond, widths share cells of 8."""
 EXACT_ROWS = 4
@@ -42,7 +42,8 @@ class StepCosts:
     A group that lacks a width borrows it from the nearest group that has it, scaled by a width
     both know, so that neither growing context nor a row that leaves looks like growing width. What
     a width seen once takes more than the others say counts half: after a single slow forward, as
-    the first of a width often is, it would never be tried again.
+    the first of a width often is, it would never be tried again. Differences that noise may explain
+    are made smaller (`steadied`).
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,8 @@ class StepCosts:
         self._ratios: deque[float] = deque(maxlen=RATIOS_KEPT)
         self._on_stale: Callable[[], None] | None = None
         self._predicted: dict[tuple[_Group, int], float] = {}
-        self._medians: dict[_Group, dict[int, float]] = {}
+        self._measured: dict[_Group, dict[int, Measured]] = {}
+        self._curves: dict[_Group, dict[int, float]] = {}
         self._nearest: dict[_Group, list[_Group]] = {}
 
     def observe(self, num_tokens: int, context: int, seconds: float, num_rows: int = 1) -> None:
@@ -71,7 +73,8 @@ class StepCosts:
         widths = self._seconds.setdefault(group, {})
         widths.setdefault(cell, deque(maxlen=KEPT)).append(seconds)
         self._predicted.clear()
-        self._medians.pop(group, None)
+        self._measured.get(group, {}).pop(cell, None)
+        self._curves.pop(group, None)
         self._count(num_rows, num_tokens)
         seed = self._seeds.get(group, {}).get(cell)
         if seed is not None:
@@ -159,14 +162,14 @@ class StepCosts:
         # The same rows at another context; then this group's own neighbours; then anything.
         for other, there in known:
             if other[0] == group[0] and cell in there:
-                borrowed = _borrow(here, there, cell)
+                borrowed = borrow(here, there, cell)
                 if borrowed is not None:
                     return borrowed
         if here and min(here) < cell < max(here):
             return interpolate(here, cell)
         for _, there in known:
             if min(there) <= cell <= max(there):
-                borrowed = _borrow(here, there, cell)
+                borrowed = borrow(here, there, cell)
                 if borrowed is not None:
                     return borrowed
         return interpolate(here or (known[0][1] if known else {}), cell)
@@ -179,14 +182,18 @@ class StepCosts:
         return self._nearest[group]
 
     def _known(self, group: _Group) -> dict[int, float]:
-        if group not in self._medians:
-            self._medians[group] = self._measured(group)
-        return self._medians[group]
+        if group not in self._curves:
+            self._curves[group] = self._curve(group)
+        return self._curves[group]
 
-    def _measured(self, group: _Group) -> dict[int, float]:
+    def _curve(self, group: _Group) -> dict[int, float]:
         seeds, times = self._seeds.get(group, {}), self._seconds.get(group, {})
+        measured = self._measured.setdefault(group, {})
+        for cell, found in times.items():
+            if cell not in measured:
+                measured[cell] = Measured.of(found)
         known = seeds | {
-            cell: median([*found, seeds[cell]] if cell in seeds else found)
+            cell: median([*found, seeds[cell]]) if cell in seeds else measured[cell].seconds
             for cell, found in times.items()
         }
         once = {cell for cell, found in times.items() if len(found) == 1 and cell not in seeds}
@@ -194,7 +201,9 @@ class StepCosts:
         if settled:
             for cell in once:
                 known[cell] = min(known[cell], (known[cell] + interpolate(settled, cell)) / 2)
-        return known
+        # Between a forward without drafts and one with them there may be a true stair.
+        compared = {c: seconds for c, seconds in known.items() if group[0] < c <= EXACT_WIDTHS}
+        return known | steadied(compared, measured)
 
     def _count(self, num_rows: int, num_tokens: int) -> None:
         plain, wide = self._counts.get(rows_cell(num_rows), (0, 0))
@@ -216,35 +225,8 @@ class StepCosts:
         self._seeds, self._on_stale = {}, None
         self._ratios.clear()
         self._predicted.clear()
-        self._medians.clear()
+        self._curves.clear()
         self._nearest.clear()
-
-
-def _borrow(here: dict[int, float], there: dict[int, float], cell: int) -> float | None:
-    """Return another group's cost of a width, scaled by the nearest width that both know."""
-    if not here:
-        return interpolate(there, cell)
-    common = [c for c in here if min(there) <= c <= max(there)]
-    if not common:
-        return None
-    anchor = min(common, key=lambda c: abs(c - cell))
-    return interpolate(there, cell) * here[anchor] / interpolate(there, anchor)
-
-
-def interpolate(known: dict[int, float], cell: int) -> float:
-    """Return the seconds of a width, by the line between its neighbours among those known."""
-    if not known:
-        return 1.0
-    if cell in known:
-        return known[cell]
-    below = max((c for c in known if c < cell), default=None)
-    above = min((c for c in known if c > cell), default=None)
-    if below is None:
-        return known[above] if above is not None else 1.0
-    if above is None:
-        return known[below] * (1 + OPTIMISTIC_SLOPE * (cell - below))
-    share = (cell - below) / (above - below)
-    return known[below] * (1 - share) + known[above] * share
 
 
 def _distance(one: _Group, other: _Group) -> float:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from dspark_hf.verification.costs import KEPT, interpolate, rows_cell
+from dspark_hf.verification.cost_curves import interpolate
+from dspark_hf.verification.costs import rows_cell
 
+KEPT = 9
+"""Drafts kept per length and number of rows, of which the median counts."""
 PROBE_TOKENS = 4
 """Tokens of a first draft where nothing is known of its cost."""
 SHORT_TOKENS, PROBES = 2, 2
