@@ -18,6 +18,8 @@ from dspark_hf.cli.options import Dtype  # noqa: TC001 - typer reads annotations
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
     from dspark_hf.targets.select import Choice
 
 PACKAGES = ("dspark-hf", "torch", "transformers", "accelerate", "triton")
@@ -27,6 +29,9 @@ REPEATS = 9
 """Timed forwards per width; the median is shown."""
 TOLD_WIDTHS = (5, 9)
 """Of `WIDTHS`, those told in words."""
+WIDE, NOT_SHARED = 9, 0.3
+"""A processor that computes with 16 bits takes little longer for so many tokens than for one; where
+each further one costs this part of the first or more, it converts every number every time."""
 PATHS = {
     "flat": "flat: all rows of a batch in one ragged forward",
     "rowwise": "rowwise: each row with a cache of its own",
@@ -58,6 +63,8 @@ def doctor(
     seconds = profile.seconds_by_width()
     console.print(cost_table(seconds))
     console.print(verdict(seconds))
+    for advice in dtype_advice(wrapped.dtype, wrapped.device, seconds):
+        console.print(Text(f"Advice: {advice}", "yellow"))
 
 
 def environment() -> dict[str, str]:
@@ -226,6 +233,31 @@ def verdict(seconds: Mapping[int, float]) -> str:
         "the schedule stops drafting by itself."
     )
     return " ".join(lines)
+
+
+def dtype_advice(
+    dtype: torch.dtype, device: torch.device, seconds: Mapping[int, float]
+) -> list[str]:
+    """Say whether another dtype may suit the processor better.
+
+    Args:
+        dtype: Of the model.
+        device: Where it runs.
+        seconds: As for `cost_table`.
+
+    Returns:
+        list[str]: A sentence per problem.
+    """
+    ratio = seconds[WIDE] / seconds[1]
+    if device.type != "cpu" or dtype.itemsize != 2 or ratio < 1 + NOT_SHARED * (WIDE - 1):
+        return []
+    name = str(dtype).removeprefix("torch.")
+    advice = (
+        f"{WIDE} tokens take x{ratio:.1f} of one: this processor seems to lack instructions for "
+        f"{name}. In float32 plain steps read twice the memory, but prompts and drafts are "
+        "verified for little more than one token; compare with --dtype float32."
+    )
+    return [advice]
 
 
 def _facts(title: str, facts: Mapping[str, str]) -> Table:

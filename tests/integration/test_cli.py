@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import tiny
 from dspark_hf.cli.app import app
-from dspark_hf.cli.doctor import break_even, layer_kinds, thread_advice
+from dspark_hf.cli.doctor import break_even, dtype_advice, layer_kinds, thread_advice
 from dspark_hf.cli.render import Piece, pieces_of
 from dspark_hf.cli.session import parse_keywords
 from dspark_hf.errors import ConfigError
@@ -193,6 +193,16 @@ def test_doctor_names_the_path_and_what_pays(folder):
     assert "with chat template" in output
     assert re.search(r"\b16 +17 +\d", output)
     assert "Verifying 9 tokens costs x" in output
+
+
+def test_doctor_advises_float32_where_16_bits_share_nothing_between_tokens():
+    slow, cpu = {1: 0.1, 9: 0.5}, torch.device("cpu")
+    (advice,) = dtype_advice(torch.bfloat16, cpu, slow)
+    assert "x5.0" in advice
+    assert "--dtype float32" in advice
+    assert not dtype_advice(torch.bfloat16, cpu, {1: 0.1, 9: 0.2})
+    assert not dtype_advice(torch.float32, cpu, slow)
+    assert not dtype_advice(torch.float16, torch.device("cuda"), slow)
 
 
 def test_doctor_names_the_rowwise_path_and_why(tmp_path):
