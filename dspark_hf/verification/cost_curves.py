@@ -115,5 +115,6 @@ def _pulled(
     noise = MEDIAN_TO_MEAN * (SPREAD_TO_SIGMA * spread * known[cell]) ** 2
     by_chance = noise * (1 / counts[cell] + 1 / total)
     off = (known[cell] - line) ** 2
+    # Its own forwards count as much as those of its neighbours at least.
     kept = max(1 - by_chance / off if off else 1.0, counts[cell] / (counts[cell] + total))
     return kept * known[cell] + (1 - kept) * line
