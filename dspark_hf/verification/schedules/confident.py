@@ -12,10 +12,10 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from dspark_hf.verification.draft_costs import DraftCosts
-from dspark_hf.verification.schedules.accounts import Probes
+from dspark_hf.verification.schedules.accounts import PROBE_TOKENS, Probes
 from dspark_hf.verification.schedules.asking import lengths_to_ask, whole_blocks
 from dspark_hf.verification.schedules.base import total_context
-from dspark_hf.verification.schedules.lag import weighted
+from dspark_hf.verification.schedules.lag import lag_weights, weighted
 from dspark_hf.verification.schedules.selection import best_lengths, frontier
 from dspark_hf.verification.survival import SurvivalEstimates
 
@@ -32,7 +32,7 @@ AVERAGED = 8
 """Rounds whose drafts a row's budget is averaged over; where they held none, the latest counts."""
 DRAFTS_APART, FURTHEST_APART = 8, 64
 """Rounds from one draft to the next while none is worth verifying: drafting costs as well. Each
-that changes nothing doubles them, up to the furthest."""
+that changes nothing doubles them, up to the furthest; one accepted as a whole takes them back."""
 
 
 class _ConfidenceSchedule:
@@ -157,7 +157,7 @@ class BudgetSchedule(_ConfidenceSchedule):
     usually went; for an exempt one by its own. Rows may join and leave at any time. The current
     survivals of drawn drafts only rank (`selection.frontier`). What drafting takes counts as well:
     of all lengths, for all rows or for those that lag, the best is asked for; where
-    none pays, one token now and then.
+    none pays, one row's draft is tried now and then, and verified whatever it says.
 
     Source: DSpark, arXiv:2607.05147, section 5; the mean in place of the one draft before last
     steadies the budget of few rows.
@@ -200,7 +200,9 @@ class BudgetSchedule(_ConfidenceSchedule):
             return best
         self._idle, self._apart = 0, min(2 * self._apart, FURTHEST_APART)
         self._is_trial = True
-        return [min(1, most) for most in room]
+        weights = lag_weights(rows)
+        tried = max((r for r, most in enumerate(room) if most), key=lambda r: weights[r])
+        return [min(PROBE_TOKENS, most) if r == tried else 0 for r, most in enumerate(room)]
 
     def cut(self, rows: Sequence[RowState], drafts: Sequence[Draft]) -> list[int]:
         """Spend the budget on the likeliest tokens of this round."""
@@ -221,12 +223,18 @@ class BudgetSchedule(_ConfidenceSchedule):
                 past = self._past.setdefault(row.row_id, deque(maxlen=kept))
                 past.append((self._rounds, survival))
         if self._is_trial:
-            # Where nothing is stated, only verifying tells what the draft was made to tell.
-            return [
-                length or (draft.num_tokens if not draft.confidence else 0)
-                for draft, length in zip(drafts, lengths, strict=True)
-            ]
+            # Confidences that misled are put right by nothing but verifying.
+            return [draft.num_tokens for draft in drafts]
         return self.probes.added(drafts, lengths)
+
+    def observe(
+        self, outcomes: Sequence[RowOutcome], num_tokens: int, context: int, verify_s: float | None
+    ) -> None:
+        """Update step costs and survival; after a trial that went well the next one comes soon."""
+        super().observe(outcomes, num_tokens, context, verify_s)
+        tried = [o for o in outcomes if o.verified] if self._is_trial else []
+        if tried and all(outcome.accepted == outcome.verified for outcome in tried):
+            self._apart = DRAFTS_APART
 
     def observe_draft(self, num_tokens: int, seconds: float, num_rows: int = 1) -> None:
         """Remember what a draft of this length took for so many rows."""
