@@ -23,6 +23,8 @@ PRIOR_NEXT = 0.7
 """Expected acceptance of each further token, given the one before."""
 FORGETTING = 0.99
 """Factor on older observations per round, so that estimates follow the text."""
+CONVINCING = 20.0
+"""Verified tokens that half convince."""
 RECENT = 16
 """Drafts with confidences that what is expected of the next one follows from."""
 
@@ -114,6 +116,12 @@ class SurvivalEstimates:
     def usual_signal(self) -> int:
         """Return the signal that was tested most of late; 0 before any was."""
         return max(self._by_signal, key=lambda s: self._by_signal[s].first_tested, default=0)
+
+    def evidence(self, signal: int) -> float:
+        """Return how far what is said of a signal rests on verified tokens: from 0 to nearly 1."""
+        seen = self._by_signal.get(signal, _Acceptance())
+        tested = seen.first_tested + seen.next_tested
+        return tested / (tested + CONVINCING)
 
     def note(self, row_id: int, draft: Draft) -> None:
         """Remember a draft for later rounds; call it when its length is decided."""

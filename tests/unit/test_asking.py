@@ -57,7 +57,7 @@ def test_the_length_follows_what_drafting_and_verifying_cost() -> None:
         drafting = DraftCosts(8, grows=True)
         for length in (2, 8):
             drafting.observe(length, token_s * length)
-        found.extend(lengths_to_ask(rows(), [8], estimates, costs, drafting))
+        found.extend(lengths_to_ask(rows(), [8], estimates, costs, drafting).lengths)
     assert found[0] == 8
     assert 1 <= found[1] < 8
     assert found[2] == 0
@@ -69,8 +69,24 @@ def test_rows_are_not_lucky_all_at_once() -> None:
     costs = known(lambda width: 1.0 if width < 4 else 9.0, num_rows=2)
     drafting = DraftCosts(1)
     drafting.observe(1, 0.3)
-    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting) == [1, 1]
-    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting, min_gain=1.3) == [0, 0]
+    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting).lengths == [1, 1]
+    assert lengths_to_ask(rows(2), [1, 1], estimates, costs, drafting, min_gain=1.3).lengths == [
+        0,
+        0,
+    ]
+
+
+def test_the_promise_is_what_the_best_length_brings_beyond_plain_decoding() -> None:
+    costs = known(lambda width: 1.0 if width == 1 else 1.4)
+    drafting = DraftCosts(2)
+    drafting.observe(2, 0.1)
+    good = lengths_to_ask(rows(), [2], estimates_of((0.8, 0.5)), costs, drafting)
+    # 1 + 0.8 + 0.8 * 0.5 tokens in 1.4 + 0.1 seconds.
+    assert good == ([2], pytest.approx(2.2 / 1.5 - 1))
+    # Without any gain the best is a draft of which nothing is verified.
+    assert lengths_to_ask(rows(), [2], estimates_of((0.1, 0.1)), costs, drafting) == (
+        [0], pytest.approx(1 / 1.1 - 1),
+    )  # fmt: skip
 
 
 def test_a_row_without_room_is_not_counted() -> None:
@@ -78,8 +94,8 @@ def test_a_row_without_room_is_not_counted() -> None:
     costs = known(lambda width: 1 + 0.05 * width, num_rows=2)
     drafting = DraftCosts(4)
     drafting.observe(4, 0.8)
-    both = lengths_to_ask(rows(2), [4, 4], estimates, costs, drafting)
-    one = lengths_to_ask(rows(2), [4, 0], estimates, costs, drafting, min_gain=1.5)
+    both = lengths_to_ask(rows(2), [4, 4], estimates, costs, drafting).lengths
+    one = lengths_to_ask(rows(2), [4, 0], estimates, costs, drafting, min_gain=1.5).lengths
     assert both == [4, 4]
     assert one == [0, 0]
 
@@ -91,9 +107,9 @@ def test_a_row_that_is_far_ahead_is_not_asked_for() -> None:
     drafting.observe(4, 0.4, num_rows=1)
     drafting.observe(4, 0.8, num_rows=2)
     behind, ahead = RowState(0, 100, 8, left=90), RowState(1, 100, 8, left=30)
-    asked = lengths_to_ask([ahead, behind], [4, 4], estimates, costs, drafting)
+    asked = lengths_to_ask([ahead, behind], [4, 4], estimates, costs, drafting).lengths
     assert asked == [0, 4]
-    assert all(lengths_to_ask([behind, behind], [4, 4], estimates, costs, drafting))
+    assert all(lengths_to_ask([behind, behind], [4, 4], estimates, costs, drafting).lengths)
 
 
 def test_rows_that_lag_alike_are_asked_for_together() -> None:
@@ -103,5 +119,5 @@ def test_rows_that_lag_alike_are_asked_for_together() -> None:
     for count in (1, 2, 4, 8):
         drafting.observe(4, 0.1 * count, num_rows=count)
     states = [RowState(r, 100, 8, left=90 if r in (1, 6) else 40) for r in range(8)]
-    asked = lengths_to_ask(states, [4] * 8, estimates, costs, drafting)
+    asked = lengths_to_ask(states, [4] * 8, estimates, costs, drafting).lengths
     assert [r for r, length in enumerate(asked) if length] == [1, 6]

@@ -17,8 +17,14 @@ from dspark_hf import DSparkForCausalLM
 from dspark_hf.decode import Decoder
 from dspark_hf.values import DraftRequest, Proposal
 from dspark_hf.verification.costs import StepCosts
+from dspark_hf.verification.draft_costs import DraftCosts
 from dspark_hf.verification.profile import StepSeconds
-from dspark_hf.verification.schedules.accounts import Accounts
+from dspark_hf.verification.schedules.accounts import (
+    MOST_PROMISED,
+    PATIENCE,
+    START_CREDIT,
+    Accounts,
+)
 from dspark_hf.verification.schedules.auto import CostAwareSchedule
 from dspark_hf.verification.schedules.base import Draft, RowOutcome, RowState
 from dspark_hf.verification.schedules.fixed import FixedSchedule
@@ -134,6 +140,55 @@ def test_after_wins_as_many_losing_rounds_pause_one_draft_among_many_rows() -> N
             lost += 1
         streaks.append(lost)
     assert streaks[0] == streaks[1] <= 8
+
+
+def on_stairs(seed: int, *, may_pause: bool = True, truth: float = 1.0) -> Simulation:
+    """Four tokens at half a step more; a third of the drafts is very likely right."""
+    schedule = CostAwareSchedule(4, StepCosts(), DraftCosts(4), may_pause=may_pause)
+    return Simulation(
+        schedule, lambda width: 1.0 if width == 1 else 1.46, draft_s=lambda length: 0.2,
+        states=lambda stream: 0.95 if stream.random() < 0.4 else 0.45,
+        truth=lambda stated: truth * stated, stream=random.Random(seed),  # noqa: S311
+    )  # fmt: skip
+
+
+def test_bad_luck_does_not_pause_drafts_that_pay() -> None:
+    gains = []
+    for seed in range(6):
+        paused, unpaused = on_stairs(seed), on_stairs(seed, may_pause=False)
+        paused.run(1200)
+        unpaused.run(1200)
+        gains.append(paused.speed_up / unpaused.speed_up)
+    assert min(gains) > 0.9
+    assert sum(gains) / len(gains) > 0.98
+
+
+def test_confidences_that_mislead_are_found_out_and_cost_little() -> None:
+    run = on_stairs(0, truth=0.0)
+    run.run(100)
+    # Two or three drafts, once in the life of a model.
+    assert run.speed_up > 0.93
+    run.run(1100)
+    assert run.speed_up > 0.97
+
+
+def test_a_promise_lets_a_signal_owe_more_and_earn_sooner() -> None:
+    accounts = Accounts()
+    accounts.settle(1, 0.0, START_CREDIT + 1.0)
+    assert accounts.is_paused(1)
+    assert accounts.is_paused(1, promise=0.05)
+    assert not accounts.is_paused(1, promise=0.1)
+    accounts.settle(1, 0.0, PATIENCE * MOST_PROMISED)
+    assert accounts.is_paused(1, promise=9.0), "what is promised is believed up to a bound"
+    waits = []
+    for promise in (0.0, 0.1):
+        accounts = Accounts()
+        accounts.settle(1, 0.0, START_CREDIT + 1.0)
+        waits.append(0)
+        while accounts.is_paused(1):
+            accounts.refill({1}, promise)
+            waits[-1] += 1
+    assert waits[1] < 0.7 * waits[0]
 
 
 def test_a_schedule_that_may_not_pause_always_verifies_something() -> None:

@@ -17,6 +17,11 @@ PROBE_CREDIT = 1.5
 """What a signal must have earned by waiting to be tried although its estimate speaks against it."""
 REFILL = 0.02
 """Credit a held-back signal earns a round, in tokens: the share of speed another try may cost."""
+PATIENCE, MOST_PROMISED = 12.0, 0.25
+"""Tokens a row that a signal may owe for a promise of twice plain decoding's speed, in proportion,
+and the most that is believed: where drafts pay on the whole, luck alone runs into debt."""
+REFILL_PROMISED = 0.1
+"""Credit more that it earns a round for the same promise."""
 WORST_ROUND = 20.0
 """Most tokens one round may cost a signal: a stall of the machine is not the draft's fault."""
 PROBE_TOKENS = 4
@@ -34,7 +39,8 @@ class Accounts:
     A signal in debt is paused and earns its next try slowly, so that text on which drafting never
     pays loses a few tokens and then about `REFILL` of its speed, whatever the estimates say. What
     it earns by waiting is kept apart from what it won: only that buys a try of drafts that do not
-    look like paying.
+    look like paying. A promise, made by estimates that enough verified tokens speak for, lets a
+    signal owe more and earn its next try sooner.
     """
 
     def __init__(self, *, may_pause: bool = True) -> None:
@@ -47,23 +53,30 @@ class Accounts:
         self._credit: dict[int, float] = {}
         self._waited: dict[int, float] = {}
 
-    def is_paused(self, signal: int) -> bool:
-        """Tell whether a signal is in debt."""
-        return self.may_pause and self._of(signal) < 0
+    def is_paused(self, signal: int, promise: float = 0.0) -> bool:
+        """Tell whether a signal is in debt, by more than its promise allows.
 
-    def allowed(self, signal: int, wanted: int) -> int:
+        Args:
+            signal: Of the drafts.
+            promise: Part of plain decoding's speed that drafts are expected to bring beyond it.
+        """
+        patience = PATIENCE * min(promise, MOST_PROMISED)
+        return self.may_pause and self._of(signal) < -patience
+
+    def allowed(self, signal: int, wanted: int, promise: float = 0.0) -> int:
         """Return how many tokens to try: what is wanted, nothing when paused, a probe when due."""
         if not self.may_pause:
             return max(wanted, 1)
-        if wanted and not self.is_paused(signal):
+        if wanted and not self.is_paused(signal, promise):
             return wanted
         return PROBE_TOKENS if self._waited_of(signal) >= PROBE_CREDIT else 0
 
-    def refill(self, signals: Iterable[int]) -> None:
-        """Let held-back signals earn a little."""
+    def refill(self, signals: Iterable[int], promise: float = 0.0) -> None:
+        """Let held-back signals earn a little, more where something is promised."""
+        earned = REFILL + REFILL_PROMISED * min(promise, MOST_PROMISED)
         for signal in signals:
             credit = self._of(signal)
-            self._credit[signal] = max(credit, min(credit + REFILL, PROBE_CREDIT))
+            self._credit[signal] = max(credit, min(credit + earned, PROBE_CREDIT))
             self._waited[signal] = min(self._waited_of(signal) + REFILL, PROBE_CREDIT)
 
     def settle(self, signal: int, gained: float, spent: float) -> None:

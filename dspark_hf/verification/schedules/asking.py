@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,19 @@ UNLIKE = 2.0
 """Weights so many times apart, the highest to the lowest, make asking for a few rows an option."""
 
 
+class Asked(NamedTuple):
+    """What to ask for, and what drafting promises.
+
+    Attributes:
+        lengths: Tokens per row, at most its room; zeros where nothing pays.
+        promise: Part of plain decoding's speed that is expected beyond it; negative where drafting
+            is expected to be slower.
+    """
+
+    lengths: list[int]
+    promise: float
+
+
 def lengths_to_ask(
     rows: Sequence[RowState],
     room: Sequence[int],
@@ -32,7 +45,7 @@ def lengths_to_ask(
     draft_costs: DraftCosts,
     *,
     min_gain: float = 1.0,
-) -> list[int]:
+) -> Asked:
     """Return the draft lengths worth most, of what past rounds tell: one length for some rows.
 
     Args:
@@ -44,7 +57,7 @@ def lengths_to_ask(
         min_gain: How many times plain decoding's speed drafting must promise.
 
     Returns:
-        list[int]: Tokens per row, at most its room; zeros where nothing pays.
+        Asked: Lengths and promise.
     """
     count, longest = len(rows), max(room)
     context, signal = total_context(rows), estimates.usual_signal()
@@ -52,16 +65,18 @@ def lengths_to_ask(
     weights = lag_weights(rows)
     likely = [estimates.likely(row.row_id, signal, longest) for row in rows]
     rounds = _together(likely) * np.array(weights)[:, None]
-    best, best_rate = [0] * count, count / steps[0] * min_gain
+    plain = count / steps[0]
+    best, best_rate, promised = [0] * count, plain * min_gain, 0.0
     for chosen in _choices(weights, room):
         allowed = [most if r in chosen else 0 for r, most in enumerate(room)]
         drafting = [draft_costs.predict(n, len(chosen)) for n in range(1, longest + 1)]
         is_allowed = np.arange(longest) < np.array(allowed)[:, None]
         rates = rates_by_length(rounds * is_allowed, steps, drafting)
+        promised = max(promised, *rates)
         for length, rate in enumerate(rates, start=1):
             if rate > best_rate:
                 best, best_rate = [min(length, most) for most in allowed], rate
-    return best
+    return Asked(best, promised / plain - 1)
 
 
 def whole_blocks(lengths: Sequence[int], room: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dspark_hf.verification.costs import rows_cell
 from dspark_hf.verification.draft_costs import DraftCosts
-from dspark_hf.verification.schedules.accounts import Accounts
+from dspark_hf.verification.schedules.accounts import MOST_PROMISED, Accounts
 from dspark_hf.verification.schedules.asking import lengths_to_ask, whole_blocks
 from dspark_hf.verification.schedules.base import total_context
 from dspark_hf.verification.schedules.lag import lag_weights, tokens_gained, weighted
@@ -64,6 +64,7 @@ class CostAwareSchedule:
         self._accounts: dict[int, Accounts] = {}
         self._drafts: dict[int, tuple[RowState, Draft]] = {}
         self._draft_s = 0.0
+        self._promises: dict[int, float] = {}
 
     def ask(self, rows: Sequence[RowState]) -> list[int]:
         """Ask for the lengths that promise most, drafting cost included."""
@@ -75,6 +76,7 @@ class CostAwareSchedule:
 
     def _lengths(self, rows: Sequence[RowState], room: Sequence[int]) -> list[int]:
         longest = max(room)
+        self._promises.clear()
         if self.may_pause and self.costs.needs_plain(len(rows), total_context(rows)):
             return [0] * len(rows)
         if probe := self.draft_costs.probe(longest):
@@ -82,16 +84,20 @@ class CostAwareSchedule:
         if self.draft_costs.predict(longest, sum(map(bool, room))) < CHEAP * self._step_s(rows, 0):
             return list(room)
         signal, accounts = self.estimates.usual_signal(), self._accounts_of(len(rows))
-        best = [0] * len(rows)
-        if not accounts.is_paused(signal):
-            best = lengths_to_ask(
+        best, promise = [0] * len(rows), 0.0
+        if not accounts.is_paused(signal, MOST_PROMISED):
+            best, promise = lengths_to_ask(
                 rows, room, self.estimates, self.costs, self.draft_costs, min_gain=MIN_GAIN_OF_PAID
             )
-        tried = accounts.allowed(signal, max(best))
+            promise = max(promise, 0.0) * self.estimates.evidence(signal)
+            self._promises[signal] = promise
+            if accounts.is_paused(signal, promise):
+                best = [0] * len(rows)
+        tried = accounts.allowed(signal, max(best), promise)
         if tried and not any(best):
             best = [min(tried, most) for most in room]
         elif not tried:
-            accounts.refill({signal})
+            accounts.refill({signal}, promise)
             best = [0] * len(rows)
         return whole_blocks(best, room) if self.draft_costs.is_whole else best
 
@@ -102,7 +108,9 @@ class CostAwareSchedule:
             estimates.survival(row.row_id, draft) for row, draft in zip(rows, drafts, strict=True)
         ]
         active = [
-            [] if accounts.is_paused(draft.signal) else survival
+            []
+            if accounts.is_paused(draft.signal, self._promises.get(draft.signal, 0.0))
+            else survival
             for draft, survival in zip(drafts, survivals, strict=True)
         ]
         expected = [

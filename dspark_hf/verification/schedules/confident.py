@@ -191,7 +191,7 @@ class BudgetSchedule(_ConfidenceSchedule):
     def _lengths(self, rows: Sequence[RowState], room: Sequence[int]) -> list[int]:
         if probe := self.draft_costs.probe(max(room)):
             return [min(probe, most) for most in room]
-        best = lengths_to_ask(rows, room, self.estimates, self.costs, self.draft_costs)
+        best, _ = lengths_to_ask(rows, room, self.estimates, self.costs, self.draft_costs)
         if any(best):
             self._idle, self._apart = 0, DRAFTS_APART
             return whole_blocks(best, room) if self.draft_costs.is_whole else best
