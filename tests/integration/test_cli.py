@@ -196,11 +196,11 @@ def test_doctor_names_the_path_and_what_pays(folder):
 
 
 def test_doctor_advises_float32_where_16_bits_share_nothing_between_tokens():
-    slow, cpu = {1: 0.1, 9: 0.5}, torch.device("cpu")
+    slow, cpu = {1: 0.1, 17: 0.5}, torch.device("cpu")
     (advice,) = dtype_advice(torch.bfloat16, cpu, slow)
     assert "x5.0" in advice
     assert "--dtype float32" in advice
-    assert not dtype_advice(torch.bfloat16, cpu, {1: 0.1, 9: 0.2})
+    assert not dtype_advice(torch.bfloat16, cpu, {1: 0.1, 17: 0.2})
     assert not dtype_advice(torch.float32, cpu, slow)
     assert not dtype_advice(torch.float16, torch.device("cuda"), slow)
 
