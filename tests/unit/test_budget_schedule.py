@@ -75,6 +75,7 @@ def test_a_budget_that_buys_nothing_drafts_ever_more_seldom_and_comes_back() -> 
         # Probes have failed often enough to stay away.
         schedule.probes.observe([RowOutcome(9, 0, 1, 0)])
     asked = [ask_and_cut(schedule, 0.1) for _ in range(200)]
+    assert asked[0] == PROBE_TOKENS
     drafted = [i for i, length in enumerate(asked) if length]
     assert {asked[i] for i in drafted} == {PROBE_TOKENS}
     assert [after - before for before, after in itertools.pairwise(drafted)] == [8, 16, 32, 64, 64]

@@ -143,7 +143,7 @@ def test_after_wins_as_many_losing_rounds_pause_one_draft_among_many_rows() -> N
 
 
 def on_stairs(seed: int, *, may_pause: bool = True, truth: float = 1.0) -> Simulation:
-    """Four tokens at half a step more; a third of the drafts is very likely right."""
+    """Four tokens at half a step more; two tokens in five are very likely right."""
     schedule = CostAwareSchedule(4, StepCosts(), DraftCosts(4), may_pause=may_pause)
     return Simulation(
         schedule, lambda width: 1.0 if width == 1 else 1.46, draft_s=lambda length: 0.2,
@@ -166,7 +166,7 @@ def test_bad_luck_does_not_pause_drafts_that_pay() -> None:
 def test_confidences_that_mislead_are_found_out_and_cost_little() -> None:
     run = on_stairs(0, truth=0.0)
     run.run(100)
-    # Two or three drafts, once in the life of a model.
+    # Eight drafts, once in the life of a model.
     assert run.speed_up > 0.93
     run.run(1100)
     assert run.speed_up > 0.97
